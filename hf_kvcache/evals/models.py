@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,10 @@ def load(name: str, dtype: str = "float32", device: str = "cpu") -> tuple[PreTra
     Raises EvalError, in one line, when nothing can be found under the name.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     where: str | Path = smollm2_folder() if name == SMOLLM2 else name
     if name != SMOLLM2 and _looks_local(name) and not Path(name).is_dir():
         raise EvalError(f"model {name!r} looks like a folder, and there is none; {HINT}")
