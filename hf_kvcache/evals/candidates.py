@@ -106,6 +106,12 @@ def held_bytes(cache: Cache) -> int:
     return sum(storages.values())
 
 
+def bytes_by_kind(cache: Cache) -> dict[str, int]:
+    """The parts of `held_bytes` (codes, scales, residual, ...) where a cache tells them apart; else nothing."""
+    stats = getattr(cache, "stats", None)
+    return dict(stats()["bytes"]) if stats is not None else {}
+
+
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     """All plain tensors within lists, tuples, dicts, objects and tensor subclasses, each container once."""
     import torch

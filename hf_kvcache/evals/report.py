@@ -23,7 +23,10 @@ def table(results: list[dict[str, Any]]) -> str:
     rows = [HEADER, *(_cells(result) for result in results)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     lines = [
-        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
     lines.insert(1, "-" * len(lines[0]))
