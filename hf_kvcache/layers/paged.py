@@ -292,6 +292,7 @@ class PagedLayer(CacheLayerMixin):
 
         Exact within the ring; tokens of a sealed page that is cut come back as they were encoded.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:
             raise CacheUseError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number")
         if self.seen == 0:
