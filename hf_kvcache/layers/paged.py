@@ -47,6 +47,11 @@ class Exact:
         return Exact(self.keys.index_select(0, index), self.values.index_select(0, index))
 
 
+def room(like: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Memory for exact tokens, `[B, H, tokens, D]`; nothing is in it yet."""
+    return like.new_empty(like.shape[0], like.shape[1], tokens, like.shape[3])
+
+
 class PagedLayer(CacheLayerMixin):
     """Keys and values of one attention layer, encoded in pages.
 
@@ -211,7 +216,7 @@ class PagedLayer(CacheLayerMixin):
         """Keep each row's first real tokens."""
         S = self.spec.sinks
         if self.sinks is None:
-            self.sinks = Exact(*(x.new_zeros(x.shape[0], x.shape[1], S, x.shape[3]) for x in (k, v)))
+            self.sinks = Exact(room(k, S), room(v, S))
         for b in np.flatnonzero((plan.old_lengths < S) & (plan.lengths > plan.old_lengths)):
             old, new, skip = int(plan.old_lengths[b]), min(int(plan.lengths[b]), S), int(plan.skip[b])
             for store, x in ((self.sinks.keys, k), (self.sinks.values, v)):
@@ -225,7 +230,7 @@ class PagedLayer(CacheLayerMixin):
         """
         assert self.store is not None and self.layout is not None
         P, sealed, lengths, old = self.layout.page_size, self.kind.table.sealed, plan.lengths, plan.old_lengths
-        ring = self.ring or Exact(*(x.new_empty(x.shape[0], x.shape[1], 0, x.shape[3]) for x in (k, v)))
+        ring = self.ring or Exact(room(k, 0), room(v, 0))
         C = ring.keys.shape[2]
         most = int((lengths - sealed).max(initial=0))
         size = C if 0 < most <= C else P * -(-max(most, self.kind.table.residual + P) // P)
@@ -249,7 +254,7 @@ class PagedLayer(CacheLayerMixin):
                 at = source(plan.seal_rows[:, None], sealing)
                 tokens = both[self._tensor(plan.seal_rows[:, None]), :, at].transpose(1, 2)  # [N, H, P, D]
                 self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout))
-            target = held if size == C else x.new_zeros(x.shape[0], x.shape[1], size, x.shape[3])
+            target = held if size == C else room(x, size)
             target[self._tensor(rows), :, self._tensor(token % size)] = both[self._tensor(rows), :, source(rows, token)]
             out.append(target)
         self.ring = Exact(*out)
@@ -292,6 +297,7 @@ class PagedLayer(CacheLayerMixin):
 
         Exact within the ring; tokens of a sealed page that is cut come back as they were encoded.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:
             raise CacheUseError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number")
         if self.seen == 0:
