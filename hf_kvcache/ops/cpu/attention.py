@@ -34,7 +34,7 @@ class _Workspace(threading.local):
         self.record = torch.zeros(PROBLEM.itemsize, dtype=torch.uint8)
         self.bytes = memoryview(self.record.numpy())
         self.plan: Plan | None = None
-        self.scratch: dict[tuple[int, int], torch.Tensor] = {}
+        self.scratch: dict[tuple[Plan, int], torch.Tensor] = {}
         self.partial = torch.empty(0)
 
 
@@ -77,9 +77,9 @@ def attend(call: AttendCall) -> torch.Tensor:
     team, splits = _shares(view, chosen)
     items = rows * layout.heads * splits
     space = _workspace
-    scratch = space.scratch.get((id(chosen), team))
+    scratch = space.scratch.get((chosen, team))
     if scratch is None:
-        scratch = space.scratch[id(chosen), team] = torch.zeros(team * chosen.scratch_bytes, dtype=torch.uint8)
+        scratch = space.scratch[chosen, team] = torch.zeros(team * chosen.scratch_bytes, dtype=torch.uint8)
     if splits > 1 and space.partial.numel() < items * chosen.rows * (layout.value_dim + 2):
         space.partial = torch.empty(items * chosen.rows * (layout.value_dim + 2))
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
