@@ -159,7 +159,7 @@ def softmax(
         step = b.mul(state.index, emit.i64(4))
         score = b.add(scores, b.mul(state.index, emit.i64(4 * tokens)))
         first, end = (b.trunc(emit.load(b, b.add(x, b.add(step, step)), emit.I64, 8), I32) for x in (low, high))
-        seen, xs = [], []
+        xs = []
         for n, (at, lanes) in enumerate(cuts):
             x = emit.load(b, emit.offset(b, score, 4 * at), vector(F32, lanes), 4)
             if k_scales:
@@ -174,22 +174,24 @@ def softmax(
                 b.icmp_signed(">=", place, emit.splat(b, first, lanes)),
                 b.icmp_signed("<", place, emit.splat(b, end, lanes)),
             )
-            seen.append(inside)
-            xs.append(b.select(inside, x, constant(F32, lanes, emit.FLOOR)))
+            xs.append(b.select(inside, x, constant(F32, lanes, 2 * emit.FLOOR)))  # below every running maximum
         old = emit.load(b, b.add(maximum, step), F32, 4)
         new = emit.maximum(b, emit.reduce(b, xs, emit.maximum), old)
         emit.store(b, new, b.add(maximum, step))
         sums, extras = [], []
         for n, (at, lanes) in enumerate(cuts):
             nothing = constant(F32, lanes, 0.0)
-            weight = b.select(seen[n], emit.exp2(b, b.fsub(xs[n], emit.splat(b, new, lanes))), nothing)
+            below = b.fsub(xs[n], emit.splat(b, new, lanes))
+            seen = b.fcmp_ordered(">", below, constant(F32, lanes, emit.LEAST))
+            weight = b.select(seen, emit.exp2(b, below), nothing)
             sums.append(weight)
             if v_zeros:
-                extras.append(b.select(seen[n], b.fmul(weight, v_zeros[n]), nothing))
+                extras.append(b.select(seen, b.fmul(weight, v_zeros[n]), nothing))
             if v_scales:  # selected again: the scale of an unused slot may be NaN
-                weight = b.select(seen[n], b.fmul(weight, v_scales[n]), nothing)
+                weight = b.select(seen, b.fmul(weight, v_scales[n]), nothing)
             emit.store(b, weight, emit.offset(b, score, 4 * at))
-        change = b.extract_element(emit.exp2(b, emit.splat(b, b.fsub(old, new), 2)), ir.Constant(I32, 0))
+        fall = emit.maximum(b, b.fsub(old, new), ir.Constant(F32, emit.LEAST))
+        change = b.extract_element(emit.exp2(b, emit.splat(b, fall, 2)), ir.Constant(I32, 0))
         before = emit.load(b, b.add(total, step), F32, 4)
         emit.store(b, emit.fma(b, before, change, emit.reduce(b, sums, emit.add)), b.add(total, step))
         touched = ir.Constant(ir.IntType(1), 1) if value_zero else b.fcmp_ordered(">", new, old)
@@ -210,7 +212,7 @@ def _capped(b: ir.IRBuilder, x: Value, slope: Value, cap: Value) -> Value:
     lanes = x.type.count
     sign = b.and_(b.bitcast(x, vector(I32, lanes)), constant(I32, lanes, -(2**31)))
     size = b.bitcast(b.xor(b.bitcast(x, vector(I32, lanes)), sign), x.type)
-    e = emit.exp2(b, b.fmul(size, emit.splat(b, slope, lanes)))
+    e = emit.exp2(b, emit.maximum(b, b.fmul(size, emit.splat(b, slope, lanes)), constant(F32, lanes, emit.LEAST)))
     one = constant(F32, lanes, 1.0)
     capped = b.fmul(b.fdiv(b.fsub(one, e), b.fadd(one, e)), emit.splat(b, cap, lanes))
     return b.bitcast(b.or_(b.bitcast(capped, vector(I32, lanes)), sign), x.type)

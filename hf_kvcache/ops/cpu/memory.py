@@ -20,8 +20,8 @@ _KINDS = {
 }
 
 
-def _place(b: ir.IRBuilder, address: Any, index: Any, width: int) -> Any:
-    return b.inttoptr(b.add(address, b.mul(index, ir.Constant(I64, width))), POINTER)
+def _place(b: ir.IRBuilder, address: Any, index: Any, kind: Any) -> Any:
+    return b.gep(b.inttoptr(address, POINTER), [index], source_etype=_KINDS[kind])
 
 
 def _loader(kind: Any, convert: Any = None, result: Any = None) -> Any:
@@ -30,7 +30,7 @@ def _loader(kind: Any, convert: Any = None, result: Any = None) -> Any:
     @intrinsic
     def load(typingctx: Any, address: Any, index: Any) -> Any:
         def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            value = b.load(_place(b, *args, width), align=width, typ=_KINDS[kind])
+            value = b.load(_place(b, *args, kind), align=width, typ=_KINDS[kind])
             return convert(b, value) if convert else value
 
         return (result or kind)(types.int64, types.int64), codegen
@@ -44,7 +44,7 @@ def _storer(kind: Any) -> Any:
     @intrinsic
     def store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
         def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            b.store(args[2], _place(b, *args[:2], width), align=width)
+            b.store(args[2], _place(b, *args[:2], kind), align=width)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, kind), codegen
