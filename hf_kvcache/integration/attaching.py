@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import EncoderDecoderCache
 
@@ -44,6 +45,7 @@ def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     mask = kwargs.get(name)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         _note_padding(cache, mask)
+    note_tokens(cache, prompt_tokens(model, args, kwargs))
     if kwargs.get("output_attentions"):
         return  # weights are wanted: the model's own attention on decoded keys and values gives them
     config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
@@ -79,6 +81,34 @@ def _note_padding(cache: PagedCache, mask: torch.Tensor) -> None:
     real = mask != 0
     first = torch.where(real.any(dim=1), real.int().argmax(dim=1), mask.shape[1])
     cache.note_padding(first)
+
+
+# What a forward may be given so that equal tokens in two rows mean equal keys and values.
+_ALIKE = {"input_ids", "attention_mask", "position_ids", "cache_position", "labels", "logits_to_keep", *CACHE_KWARGS}
+
+
+def prompt_tokens(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> np.ndarray | None:
+    """A forward's tokens, int64 `[B, T]`, with position and mask mixed in; None where rows may differ in more than these."""
+    ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    other = [k for k, x in kwargs.items() if k not in _ALIKE and not isinstance(x, bool | int | float | str | None)]
+    if args or other or model.training or model.config.is_encoder_decoder or not isinstance(ids, torch.Tensor):  # type: ignore[union-attr]
+        return None
+    B, T = ids.shape
+    if T < 2 or B < 2:
+        return None
+    if positions is None:
+        positions = torch.arange(T, device=ids.device)[None]
+    real = torch.ones_like(ids) if mask is None else mask
+    if real.dim() != 2 or positions.dim() != 2 or positions.shape[1] != T or real.shape[1] < T:
+        return None
+    code = (ids.long() << 32) + (positions.long() << 1).to(ids.device) + (real[:, -T:] != 0).to(ids.device)
+    return code.cpu().numpy()
+
+
+def note_tokens(cache: PagedCache, tokens: np.ndarray | None) -> None:
+    """Let a prompt's equal pages be shared by the rows of a batch."""
+    for kind in cache.kinds:
+        kind.table.note_tokens(kind.table.seen, tokens)
 
 
 def attach(model: torch.nn.Module) -> _Attached:

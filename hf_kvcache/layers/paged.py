@@ -26,6 +26,7 @@ class Kind:
 
     table: BlockTable
     indices: IndexCache = field(init=False)
+    writers: list[PageStore] = field(default_factory=list)  # of an append that shares pages: who wrote already
 
     def __post_init__(self) -> None:
         self.indices = IndexCache(self.table)
@@ -46,6 +47,16 @@ class Exact:
     def take(self, index: torch.Tensor) -> Exact:
         """Rows by index."""
         return Exact(self.keys.index_select(0, index), self.values.index_select(0, index))
+
+
+def same_states(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether keys (or values) of the same tokens agree but for rounding, in the norm of all of them.
+
+    Rows of one batch may be summed in another order, by their place in it and their padding. What passes is a thousand
+    roundings of float32, eight of bfloat16: a model that treats the rows differently does not.
+    """
+    limit = 1e-4 if a.dtype == torch.float32 else 8 * torch.finfo(a.dtype).eps
+    return bool(torch.dist(a.float(), b.float()) <= limit * b.float().norm())
 
 
 def room(like: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -184,6 +195,7 @@ class PagedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         empty = self.seen == 0
+        plan = self._own_pages(plan, key_states, value_states)
         self._write(plan, key_states, value_states)
         self.seen += T
         if empty:
@@ -191,6 +203,30 @@ class PagedLayer(CacheLayerMixin):
         view = self._view(plan if T > 1 else None, T, key_states, value_states)
         table, impl = self.kind.table, self.impl
         return LazyKV(view, "k", self.dtypes["k"], table, impl), LazyKV(view, "v", self.dtypes["v"], table, impl)
+
+    def _own_pages(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> Append:
+        """The plan as it is, or without shared pages where rows with the same tokens do not have the same states."""
+        if self.leader:
+            self.kind.writers.clear()
+        rows, index, owners = plan.twins
+        if not len(rows):
+            return plan
+        assert self.store is not None
+        table = self.kind.table
+        slots = np.arange(table.page_size) - plan.before
+        for b in np.unique(rows):
+            at = rows == b
+            token = index[at][:, None] * table.page_size + slots
+            here, there = self._tensor(token + table.starts[b]), self._tensor(token + table.starts[owners[at], None])
+            owner = self._tensor(owners[at, None])
+            if not all(same_states(x[b].transpose(0, 1)[here], x[owner, :, there]) for x in (k, v)):
+                plan, sources, targets = table.unshare(plan)
+                for store in self.kind.writers:
+                    store.grow(table.pool.capacity)
+                    store.copy_pages(sources, targets)
+                break
+        self.kind.writers.append(self.store)
+        return plan
 
     def _write(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> None:
         assert self.store is not None

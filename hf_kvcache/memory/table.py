@@ -8,6 +8,7 @@ plan again.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,13 @@ import numpy as np
 
 from hf_kvcache.errors import CacheFullError, CacheUseError
 from hf_kvcache.memory.pool import PagePool
+from hf_kvcache.memory.twins import first_owners
 
 GROW = 16  # logical pages that a table widens by at least
 HOLD = 64  # while drafts are being verified, this many newest tokens at most wait for the verdict before they are sealed
+
+
+Twins = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +37,7 @@ class Append:
     rows, chunk, pages, slots: where each token goes straight into a page (direct formats): row, column within
         the append, page, slot.
     seal_rows, seal_index, seal_pages: pages to be encoded now: row, logical page, physical page.
+    twins: pages that are another row's, since both rows hold the same tokens: row, logical page, row that writes it.
     """
 
     before: int
@@ -47,6 +53,7 @@ class Append:
     seal_rows: np.ndarray
     seal_index: np.ndarray
     seal_pages: np.ndarray
+    twins: Twins
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +68,7 @@ class Crop:
 
 
 _NONE = np.zeros(0, np.int64)
+_NO_TWINS = (_NONE, _NONE, _NONE)
 
 
 class BlockTable:
@@ -91,6 +99,7 @@ class BlockTable:
         self.version = 0
         self.last: Append | Crop | None = None
         self.padding: np.ndarray | None = None
+        self.tokens: np.ndarray | None = None  # the columns of a prompt in chunks, as `note_tokens` was told
         self.masks: tuple[Any, Any] | None = None  # the step's attention mask, and what of it is needed
         self._start(0)
 
@@ -188,6 +197,41 @@ class BlockTable:
         self.touched()
         return self.last
 
+    def note_tokens(self, before: int, tokens: np.ndarray | None) -> None:
+        """Tell what the columns after `before` are (int64 `[B, T]`, equal where the model is given the same).
+
+        Full pages of rows that hold the same tokens from their first real one on are then one physical page. It takes
+        a prompt whole or in chunks; None, or a gap, ends it.
+        """
+        if tokens is None or before == 0:
+            self.tokens = tokens
+        elif self.tokens is not None:
+            fits = self.tokens.shape == (len(tokens), before)
+            self.tokens = np.concatenate([self.tokens, tokens], axis=1) if fits else None
+
+    def unshare(self, plan: Append) -> tuple[Append, np.ndarray, np.ndarray]:
+        """Give each row its own pages after all, in the latest append.
+
+        Returns the plan that holds from now on, and (source, target) pages to be copied by layers that wrote already.
+        """
+        rows, index, _ = plan.twins
+        sources = self.pages[rows, index]
+        targets = self.pool.take(len(rows))
+        self.pages[rows, index] = targets
+        self.pool.release(sources)
+        self.tokens = None
+        if self.direct:
+            new = self._direct_plan(plan.before, plan.columns, plan.old_lengths, plan.copies, _NO_TWINS)
+        else:
+            added = ((plan.seal_rows, rows), (plan.seal_index, index), (plan.seal_pages, targets))
+            seals = [np.concatenate(pair) for pair in added]
+            new = dataclasses.replace(
+                plan, seal_rows=seals[0], seal_index=seals[1], seal_pages=seals[2], twins=_NO_TWINS
+            )
+        self.last = new
+        self.touched()
+        return new, sources, targets
+
     def _check_batch(self, batch: int) -> None:
         if batch != self.batch:
             raise CacheUseError(
@@ -215,8 +259,8 @@ class BlockTable:
 
     def _hold(
         self, upto: np.ndarray, old: np.ndarray, new: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Give each row physical pages up to logical page `upto`; returns row, logical and physical page of each new one.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Twins]:
+        """Give each row physical pages up to logical page `upto`: row, logical and physical page of each new one, twins.
 
         A row without pages leaves out those that no query from token `old` on can see. Where `old` is 0 the queries of
         this very append see the new tokens as they came, so only those after token `new` count (a prompt past its window).
@@ -234,10 +278,28 @@ class BlockTable:
         if width > self.pages.shape[1]:
             extra = np.zeros((self.batch, max(width - self.pages.shape[1], GROW)), np.int32)
             self.pages = np.concatenate([self.pages, extra], axis=1)
-        fresh = self.pool.take(len(rows))
-        self.pages[rows, index] = fresh
         self.held = np.maximum(self.held, upto)
-        return rows, index, fresh
+        owner = self._owners(rows, index, old)
+        own = owner == rows
+        fresh = self.pool.take(int(own.sum()))
+        self.pages[rows[own], index[own]] = fresh
+        twins = (rows[~own], index[~own], owner[~own])
+        pages = self.pages[twins[2], twins[1]]
+        self.pages[twins[0], twins[1]] = pages
+        self.pool.share(pages)
+        return rows[own], index[own], fresh, twins
+
+    def _owners(self, rows: np.ndarray, index: np.ndarray, old: np.ndarray) -> np.ndarray:
+        """The row that writes each of these new pages: another one with the same tokens, if all of them come just now."""
+        if self.batch < 2 or len(rows) < 2 or self.tokens is None or self.tokens.shape[1] != self.seen:
+            return rows
+        table = first_owners(self.tokens, self.starts, self.page_size)
+        owner = rows.copy()
+        full = index < table.shape[1]
+        owner[full] = table[rows[full], index[full]]
+        new = np.zeros((self.batch, int(index.max()) + 1), bool)
+        new[rows, index] = index * self.page_size >= old[rows]
+        return np.where(new[rows, index] & new[owner, index], owner, rows)
 
     def _append_direct(self, before: int, columns: int, old: np.ndarray) -> Append:
         new, P = self.lengths, self.page_size
@@ -248,24 +310,32 @@ class BlockTable:
         targets = self.pool.take(len(shared))
         self.pages[shared, open_page[shared]] = targets
         self.pool.release(sources)
-        self._hold(-(-new // P), old, new)
+        twins = self._hold(-(-new // P), old, new)[3]
+        return self._direct_plan(before, columns, old, (sources, targets), twins)
+
+    def _direct_plan(
+        self, before: int, columns: int, old: np.ndarray, copies: tuple[np.ndarray, np.ndarray], twins: Twins
+    ) -> Append:
+        new, P = self.lengths, self.page_size
         count = new - old
         rows, token = np.repeat(np.arange(self.batch), count), _ranges(old, count)
-        stored = token // P >= self.first[rows]
+        written = np.ones(self.pages.shape, bool)
+        written[twins[0], twins[1]] = False
+        stored = (token // P >= self.first[rows]) & written[rows, token // P]
         rows, token = rows[stored], token[stored]
         return Append(
-            before, columns, old, new, self._skip(before, columns), (sources, targets),
-            rows, token + self.starts[rows] - before, self.pages[rows, token // P], token % P, _NONE, _NONE, _NONE,
+            before, columns, old, new, self._skip(before, columns), copies,
+            rows, token + self.starts[rows] - before, self.pages[rows, token // P], token % P, _NONE, _NONE, _NONE, twins,
         )  # fmt: skip
 
     def _append_sealed(self, before: int, columns: int, old: np.ndarray) -> Append:
         new = self.lengths
         exact = self.residual + (min(columns, HOLD) if self.recording else 0)
         upto = np.maximum((new - exact) // self.page_size, self.held)
-        rows, index, pages = self._hold(upto, old, new)
+        rows, index, pages, twins = self._hold(upto, old, new)
         return Append(
             before, columns, old, new, self._skip(before, columns), (_NONE, _NONE),
-            _NONE, _NONE, _NONE, _NONE, rows, index, pages,
+            _NONE, _NONE, _NONE, _NONE, rows, index, pages, twins,
         )  # fmt: skip
 
     def _skip(self, before: int, columns: int) -> np.ndarray:
@@ -305,7 +375,7 @@ class BlockTable:
         recording, self.recording = self.recording, False
         self._release_passed(new)
         self.recording = recording
-        self.last = plan
+        self.last, self.tokens = plan, None
         self.touched()
         return plan
 
@@ -320,14 +390,13 @@ class BlockTable:
         self.first, self.held = self.first[index], self.held[index]
         self.pool.share(self.all_pages())
         self.pool.release(old)
-        self.last = None
+        self.last = self.tokens = None
         self.touched()
 
     def clear(self) -> None:
         """Give every page back and forget all tokens."""
         self.pool.release(self.all_pages())
-        self.last = None
-        self.padding = None
+        self.last = self.tokens = self.padding = None
         self._start(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockTable:
