@@ -36,6 +36,9 @@ def quantize(x: torch.Tensor, spec: SideSpec) -> tuple[torch.Tensor, torch.Tenso
     """
     if not spec.symmetric:
         low, high = x.aminmax(dim=-1, keepdim=True)
+        if spec.clip < 1.0:
+            margin = (high - low) * ((1.0 - spec.clip) / 2)
+            low, high = low + margin, high - margin
         zero = floor_float16(low)
         levels = float(2**spec.bits - 1)
         x, span = x - zero.float(), high - zero.float()
