@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="tokenizer",
         help="BOS before each window (%(default)s)",
     )
-    add("--dtype", default="float32", help="of the model: float32, bfloat16, float16 or auto (%(default)s)")
+    dtypes = ("float32", "bfloat16", "float16", "auto")
+    add("--dtype", choices=dtypes, default="float32", help="of the model (%(default)s)")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
     add("--threads", type=int, help="CPU threads (torch's own choice)")
     add("--seed", type=int, default=0, help="of the bootstrap and the noise (%(default)s)")
@@ -77,8 +78,11 @@ def run(options: argparse.Namespace) -> int:
 
     protocol = Protocol(options.windows, options.window, options.prefill, options.chunk, options.batch)
     specs = {name: parse(name) for name in [EXACT, *options.caches]}
-    if options.threads:
+    if options.threads is not None:
         import torch
+
+        if options.threads < 1:
+            raise EvalError(f"--threads is {options.threads}, and has to be at least 1")
 
         torch.set_num_threads(options.threads)
     corpus = text.read_file(options.text_file) if options.text_file else text.read_dataset()

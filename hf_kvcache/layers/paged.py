@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcache.errors import CacheUseError
+from hf_kvcache.formats import hadamard
 from hf_kvcache.formats import pages as codec
 from hf_kvcache.formats.spec import FormatSpec, PageLayout
 from hf_kvcache.layers.lazy import LazyKV
@@ -146,6 +147,9 @@ class PagedLayer(CacheLayerMixin):
                 raise CacheUseError(
                     f"keys are {k.dtype} and values {v.dtype}: accepted are float32, bfloat16 and float16, the same for both"
                 )
+            for x, spec in ((k, self.spec.key), (v, self.spec.value)):
+                if spec.rotate:
+                    hadamard.block_size(x.shape[3])
             return
         assert self.layout is not None
         if (k.dtype, v.dtype) != (self.dtypes["k"], self.dtypes["v"]):
@@ -318,27 +322,32 @@ class PagedLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i what row `beam_idx[i]` was; pages are shared, none is copied."""
-        if self.seen == 0:
-            return
-        index = beam_idx.to("cpu", torch.int64)
+        if self.kind.table.batch:
+            self._take(beam_idx.to("cpu", torch.int64))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that `indices` (numbers or a bool mask) names."""
+        if self._rows:
+            self._take(torch.arange(self._rows)[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, one after the other."""
+        if self._rows:
+            self._take(torch.arange(self._rows).repeat_interleave(repeats))
+
+    @property
+    def _rows(self) -> int:
+        """Rows that this layer has to move: the leader may have moved the table, and with it every page, already."""
+        held = self.ring or self.sinks
+        return held.keys.shape[0] if held else self.kind.table.batch if self.leader else 0
+
+    def _take(self, index: torch.Tensor) -> None:
         if self.leader:
             self.kind.table.take_rows(index.numpy())
         for name in ("ring", "sinks"):
             held = getattr(self, name)
             if held is not None:
                 setattr(self, name, held.take(index.to(held.keys.device)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows that `indices` (numbers or a bool mask) names."""
-        if self.seen:
-            rows = len(self.kind.table.starts) if self.leader or self.ring is None else self.ring.keys.shape[0]
-            self.reorder_cache(torch.arange(rows)[indices.cpu()])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times, one after the other."""
-        if self.seen:
-            rows = len(self.kind.table.starts) if self.leader or self.ring is None else self.ring.keys.shape[0]
-            self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens; the memory is kept for the next ones."""
