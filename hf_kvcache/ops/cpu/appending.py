@@ -11,6 +11,7 @@ import torch
 from hf_kvcache.formats.hadamard import block_size
 from hf_kvcache.formats.spec import PageLayout
 from hf_kvcache.ops.cpu import encoder, threads
+from hf_kvcache.ops.cpu.identity import ByIdentity
 from hf_kvcache.ops.cpu.plan import QUERY_KINDS
 from hf_kvcache.ops.cpu.problem import APPEND, ENCODED_SIDE
 
@@ -19,10 +20,13 @@ _STORED = {str(dtype).removeprefix("torch."): n for n, dtype in enumerate(QUERY_
 
 
 class _Workspace(threading.local):
-    """Each thread's own records and scratch, by layout."""
+    """Each thread's own records and scratch, by layout; and the latest places, which many layers share."""
 
     def __init__(self) -> None:
-        self.records: dict[PageLayout, tuple[np.ndarray, np.ndarray]] = {}
+        self.records: ByIdentity[tuple[np.ndarray, np.ndarray, int]] = ByIdentity()
+        self.where: tuple[np.ndarray, ...] = ()
+        self.lists: list[np.ndarray] = []
+        self.numbers: tuple[int, ...] = ()
 
 
 _workspace = _Workspace()
@@ -70,32 +74,35 @@ def _run(
     values: torch.Tensor,
     ring: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    found = _workspace.records.get(layout)
+    space = _workspace
+    found = space.records.get(layout)
     if found is None:
-        found = _workspace.records[layout] = _prepare(layout)
-    longs, _ = found
-    lists = [np.ascontiguousarray(x, np.int64) for x in where]
+        found = space.records.put(layout, _prepare(layout))
+    longs, _, record = found
+    if len(where) != len(space.where) or any(a is not b for a, b in zip(where, space.where, strict=True)):
+        space.where, space.lists = where, [np.ascontiguousarray(x, np.int64) for x in where]
+        space.numbers = (len(where[0]), *(x.ctypes.data for x in space.lists))
     new = [x if x.stride(3) == 1 else x.contiguous() for x in (keys, values)]
     old = [x if x.stride(3) == 1 else x.contiguous() for x in ring or ()]
-    longs[:7] = (addresses.data_ptr(), len(lists[0]), *(x.ctypes.data for x in lists), old[0].shape[2] if old else 0)
+    longs[:7] = (addresses.data_ptr(), *space.numbers, old[0].shape[2] if old else 0)
     for n, at in enumerate((_KEY, _VALUE)):
         longs[at : at + 4] = (new[n].data_ptr(), *new[n].stride()[:3])
         if old:
             longs[at + 4 : at + 8] = (old[n].data_ptr(), *old[n].stride()[:3])
-    threads.run(function, longs.ctypes.data, 1)
+    threads.run(function, record, 1)
 
 
 _KEY, _VALUE = (APPEND.fields[name][1] // 8 for name in ("key", "value"))  # type: ignore[index]
 
 
-def _prepare(layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
-    """The record of a layout as int64 numbers, and the scratch that it points to."""
+def _prepare(layout: PageLayout) -> tuple[np.ndarray, np.ndarray, int]:
+    """The record of a layout as int64 numbers, the scratch that it points to, and the record's address."""
     scratch = np.empty(5 * layout.page_size * max(layout.key_dim, layout.value_dim) + 64, np.uint8)
     record = np.zeros(1, APPEND)
     record["heads"], record["page"], record["scratch"] = layout.heads, layout.page_size, scratch.ctypes.data
     for name, side in (("key", "k"), ("value", "v")):
         record[name] = _side(layout, side)
-    return record.view(np.int64), scratch
+    return record.view(np.int64), scratch, record.ctypes.data
 
 
 def _side(layout: PageLayout, side: str) -> np.ndarray:
