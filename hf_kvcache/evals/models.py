@@ -87,6 +87,7 @@ def load(name: str, dtype: str = "float32", device: str = "cpu") -> tuple[PreTra
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    _check_device(device)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     where: str | Path = smollm2_folder() if name == SMOLLM2 else name
@@ -99,6 +100,17 @@ def load(name: str, dtype: str = "float32", device: str = "cpu") -> tuple[PreTra
         reason = str(error).strip().splitlines()[0]
         raise EvalError(f"model {name!r} cannot be loaded ({reason}); {HINT}") from error
     return model.to(device).eval(), tokenizer
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise EvalError(f"--device {device!r} is not a device: cpu, cuda, cuda:0, ...") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise EvalError(f"--device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
 
 
 def _looks_local(name: str) -> bool:

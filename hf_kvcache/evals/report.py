@@ -23,7 +23,10 @@ def table(results: list[dict[str, Any]]) -> str:
     rows = [HEADER, *(_cells(result) for result in results)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     lines = [
-        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
     lines.insert(1, "-" * len(lines[0]))
@@ -35,12 +38,17 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     return (
         result["cache"]["text"],
         f"{result['perplexity']:.4f}",
-        f"{result['change_percent']:+.3f}",
-        "-" if interval is None else f"{interval[0]:+.3f} .. {interval[1]:+.3f}",
-        f"{result['kl_mean']:.6f}",
-        f"{result['kl_p99']:.6f}",
+        _signed(result["change_percent"]),
+        "-" if interval is None else f"{_signed(interval[0])} .. {_signed(interval[1])}",
+        f"{abs(result['kl_mean']):.6f}",  # below zero by rounding alone
+        f"{abs(result['kl_p99']):.6f}",
         f"{100 * result['top1']:.2f}",
         f"{result['bits_per_element']:.2f}",
         f"{result['bytes'] / 2**20:.2f}",
         f"{result['tokens_per_second']:.1f}",
     )
+
+
+def _signed(percent: float) -> str:
+    """Three digits and a sign, which zero has not."""
+    return f"{percent:+.3f}" if round(percent, 3) else "0.000"
