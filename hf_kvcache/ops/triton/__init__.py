@@ -1,0 +1,44 @@
+"""Attention on a GPU: Triton kernels. triton itself is imported when a call has been accepted."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from hf_kvcache.ops.api import AttendCall
+from hf_kvcache.ops.triton.launch import interpreted
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def why_not(call: AttendCall) -> str | None:
+    """None, or why the kernels cannot serve this call."""
+    layout, device = call.view.layout, call.query.device
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"the query is on {device.type}, not on a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if call.query.dtype not in _DTYPES:
+        return f"the query is {call.query.dtype}; accepted: float16, bfloat16, float32"
+    if not layout.transposed:
+        return "the pages are in the CPU layout (transposed=False)"
+    if call.mask is not None:
+        return "a mask tensor was given; the kernels only know causal, padding and window masks"
+    if layout.spec.value.scaled and layout.spec.value.per == "channel" and layout.spec.value.groups(layout.page_size, 1) > 1:
+        return "values have several groups of tokens in a page; the kernels take one (group=None)"
+    for name, side, summed in (("key", layout.spec.key, layout.key_dim), ("value", layout.spec.value, layout.page_size)):
+        planes = {4: 2, 3: 4, 2: 4}.get(side.bits, 1)
+        if summed < 16 * planes or summed % (8 if side.bits == 3 else planes):
+            what = "head dim" if name == "key" else "page size"
+            return f"{side.bits}-bit {name}s need a {what} of at least {16 * planes}, got {summed}"
+    if layout.page_size & (layout.page_size - 1) or layout.page_size < 16:
+        return f"page_size={layout.page_size} is not a power of two of 16 or more"
+    return None
+
+
+def attend(call: AttendCall) -> torch.Tensor:
+    """Attention over the view, `[B, HQ, Q, D_v]`; see `hf_kvcache.ops.api.AttendCall`."""
+    from hf_kvcache.ops.triton.run import decode
+
+    return decode(call)

@@ -1,0 +1,79 @@
+"""From an attention call to launches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvcache.ops.api import AttendCall
+from hf_kvcache.ops.triton import launch, rotation
+from hf_kvcache.ops.triton.decode import decode_merge, decode_split
+from hf_kvcache.ops.triton.sides import power, side
+
+LOG2E = math.log2(math.e)
+_TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def decode(call: AttendCall, chip: launch.Chip | None = None) -> torch.Tensor:
+    """`[B, HQ, Q, D_v]`: see `AttendCall`. `chip` overrides the device's own (to compile for another one)."""
+    view, layout = call.view, call.view.layout
+    q = _unit_stride(call.query)
+    B, HQ, Q, _ = q.shape
+    H, D = layout.heads, layout.value_dim
+    chip = chip or launch.chip_of(q.device)
+    narrow = q.dtype != torch.float32
+    key, value = (side(layout, s, chip.assembly, chip.native_fp8, narrow) for s in "kv")
+    plan = launch.plan(chip, key, value, layout.page_size, q.element_size(), HQ // H * Q, B * H, view.max_length)
+    exact = _TL[q.dtype]
+    code = tl.float16 if narrow else tl.float32
+    spare = q  # stands for a tensor that the kernel will not read
+
+    def exact_pair(keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[list[torch.Tensor], list[int]]:
+        if keys is None or values is None or keys.shape[2] == 0:
+            return [spare, spare], [0] * 6
+        keys, values = _unit_stride(keys), _unit_stride(values)
+        return [keys, values], [*keys.stride()[:3], *values.stride()[:3]]
+
+    sink, sink_strides = exact_pair(view.sink_keys, view.sink_values)
+    ring, ring_strides = exact_pair(view.ring_keys, view.ring_values)
+    new, new_strides = exact_pair(view.new_keys, view.new_values)
+    tail = view.sinks > 0 or view.ring_keys is not None or view.new_tokens > 0
+    pages = view.table.shape[1] > 0
+    rotations = [
+        rotation.signs(s.dim, q.dtype, q.device) if s.rotate else (spare, 1.0) for s in (key, value)
+    ]
+    splits = plan.splits if pages else 0
+    total = splits + tail
+    out = torch.empty(B, HQ, Q, D, dtype=q.dtype, device=q.device)
+    if total == 0:
+        return out.zero_()
+    mid_o = torch.empty(B, HQ, Q, total, D, dtype=torch.float32, device=q.device)
+    mid_l = torch.empty(B, HQ, Q, total, dtype=torch.float32, device=q.device)
+    cap = call.softcap
+    tile = plan.tile
+    blocks = triton.cdiv(HQ // H * Q, tile.rows)
+    decode_split[(total, H * blocks, B)](
+        q, view.table, view.addresses, view.starts, view.lengths, view.sealed, *sink, *ring, *new,
+        rotations[0][0], rotations[1][0], mid_o, mid_l, H, HQ // H, Q, view.columns + view.offset, splits,
+        call.scale * LOG2E if cap is None else 2 * LOG2E * call.scale / cap, (cap or 1.0) * LOG2E,
+        rotations[0][1], rotations[1][1],
+        view.window or 0, view.sinks, max(1, ring[0].shape[2] if view.ring_keys is not None else 1), view.new_tokens,
+        q.stride(0), q.stride(1), q.stride(2), view.table.stride(0), *sink_strides, *ring_strides, *new_strides,
+        K=key, V=value, T=tile, XT=exact, KT=exact if key.kind == "exact" else code,
+        VT=exact if value.kind == "exact" else code, DK_PAD=power(key.dim), DV_PAD=power(D),
+        IP="ieee" if q.dtype == torch.float32 else "tf32", SOFTCAP=cap is not None, WINDOW=view.window is not None,
+        PAGES=pages, TAIL=tail, num_warps=plan.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    decode_merge[(B * HQ * Q,)](
+        mid_o, mid_l, call.sinks if call.sinks is not None else spare, out, total, HQ, Q, *out.stride()[:3],
+        D=D, D_PAD=power(D), S_PAD=triton.next_power_of_2(total), CHUNK=min(16, triton.next_power_of_2(total)),
+        SINK=call.sinks is not None, num_warps=4,
+    )  # fmt: skip
+    return out
