@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -41,13 +43,32 @@ class Implementation(Protocol):
     attend: Callable[[AttendCall], torch.Tensor]  # [B, HQ, Q, D_v], the query's dtype
 
 
-IMPLS: dict[str, str] = {
+IMPLS: dict[str, str] = {  # "auto" takes the first that serves a call; the reference only when it is asked for
     "triton": "hf_kvcache.ops.triton",
     "numba": "hf_kvcache.ops.cpu",
     "torch": "hf_kvcache.ops.vectorised",
     "reference": "hf_kvcache.ops.reference",
 }
-AUTO = ("triton", "numba", "torch")
+
+
+@functools.cache
+def _unavailable(name: str, device: str) -> str | None:
+    """Why an implementation cannot run in this process on such a device, before any call is seen."""
+    if name == "triton" and device != "cuda":
+        return f"needs a GPU; the cache is on {device}"
+    if name == "numba" and device != "cpu":
+        return f"needs the CPU; the cache is on {device}"
+    if name in ("triton", "numba") and importlib.util.find_spec(name) is None:
+        extra = {"triton": "gpu", "numba": "cpu"}[name]
+        return f"{name} is not installed: pip install 'hf-kvcache[{extra}]'"
+    if importlib.util.find_spec(IMPLS[name]) is None:
+        return "not part of this installation"
+    return None
+
+
+@functools.cache
+def _load(name: str) -> Implementation:
+    return cast(Implementation, importlib.import_module(IMPLS[name]))
 
 
 def attend(call: AttendCall, impl: str = "auto") -> torch.Tensor:
@@ -55,4 +76,18 @@ def attend(call: AttendCall, impl: str = "auto") -> torch.Tensor:
 
     Raises ImplError when `impl` names an implementation that cannot serve the call.
     """
-    raise NotImplementedError
+    device = call.query.device.type
+    if impl != "auto":
+        reason = _unavailable(impl, device) or _load(impl).why_not(call)
+        if reason:
+            raise ImplError(f"impl={impl!r} cannot serve this call: {reason}")
+        return _load(impl).attend(call)
+    for name in IMPLS:
+        if name != "reference" and _unavailable(name, device) is None and _load(name).why_not(call) is None:
+            return _load(name).attend(call)
+    raise ImplError(f"no implementation serves this call on {device}")
+
+
+def impl_report(device: str = "cpu") -> dict[str, str]:
+    """For each implementation: `"available"`, or why it cannot run on such a device in this process."""
+    return {name: _unavailable(name, device) or "available" for name in IMPLS}

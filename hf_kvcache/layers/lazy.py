@@ -1,0 +1,69 @@
+"""Lazy keys and values: tensors without storage that our attention reads as pages and everything else as numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hf_kvcache.errors import StaleViewError
+from hf_kvcache.memory.table import BlockTable
+from hf_kvcache.ops.decoding import decode
+from hf_kvcache.ops.view import KVView
+
+
+class LazyKV(torch.Tensor):
+    """Keys (`side="k"`) or values (`"v"`) of a view, posing as a tensor `[B, H, columns, D]`.
+
+    Any torch operation on it decodes it first, once. It is good until its layer changes.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    view_: KVView
+    side: str
+    table: BlockTable
+    impl: str
+    version: int
+    decoded: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, view: KVView, side: str, dtype: torch.dtype, table: BlockTable, impl: str = "auto"
+    ) -> LazyKV:
+        head_dim = view.layout.key_dim if side == "k" else view.layout.value_dim
+        size = (view.batch, view.layout.heads, view.columns, head_dim)
+        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=view.starts.device)
+        self.view_, self.side, self.table, self.impl, self.version = view, side, table, impl, table.version
+        self.decoded = None
+        return self
+
+    def current_view(self) -> KVView:
+        """The view. Raises StaleViewError when the layer has changed since."""
+        if self.table.version != self.version:
+            raise StaleViewError(
+                "these keys and values were returned by an earlier update(); the cache has changed since. "
+                "Clone them before the next forward pass if they are needed later"
+            )
+        return self.view_
+
+    def decode(self) -> torch.Tensor:
+        """A plain tensor with the same values."""
+        if self.decoded is None:
+            self.decoded = decode(self.current_view(), self.side, self.dtype)
+        return self.decoded
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"LazyKV({self.side}, {tuple(self.shape)}, {self.dtype})"
+
+
+def _plain(x: Any) -> Any:
+    return x.decode() if isinstance(x, LazyKV) else x

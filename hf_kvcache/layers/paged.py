@@ -1,0 +1,347 @@
+"""A cache layer over pages: glue between transformers, a block table, a store and the view that attention reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_kvcache.errors import CacheUseError
+from hf_kvcache.formats import pages as codec
+from hf_kvcache.formats.spec import FormatSpec, PageLayout
+from hf_kvcache.layers.lazy import LazyKV
+from hf_kvcache.memory.indices import IndexCache
+from hf_kvcache.memory.store import PageStore
+from hf_kvcache.memory.table import Append, BlockTable, Crop
+from hf_kvcache.ops.view import KVView
+
+
+@dataclass
+class Kind:
+    """What all layers of one kind share: the table and its tensors. The first layer of the kind moves the table."""
+
+    table: BlockTable
+    indices: IndexCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.indices = IndexCache(self.table)
+
+
+@dataclass
+class Exact:
+    """Keys and values of some tokens in the model's dtype, `[B, H, n, D]` each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
+
+    def take(self, index: torch.Tensor) -> Exact:
+        """Rows by index."""
+        return Exact(self.keys.index_select(0, index), self.values.index_select(0, index))
+
+
+class PagedLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, encoded in pages.
+
+    spec: the format. kind: what the layer shares with the others of its kind. leader: whether this layer is the
+    first of them. window: the model's sliding window for this layer, itself included, or None.
+    impl: attention implementation (`ops.api.IMPLS`) or "auto".
+    """
+
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, spec: FormatSpec, kind: Kind, *, leader: bool, impl: str = "auto") -> None:
+        self.spec, self.kind, self.leader, self.impl = spec, kind, leader, impl
+        self.is_sliding = kind.table.window is not None
+        self.sliding_window = kind.table.window
+        self.layout: PageLayout | None = None
+        self.store: PageStore | None = None
+        self.ring: Exact | None = None
+        self.sinks: Exact | None = None
+        self.seen = 0
+        self.is_initialized = False
+
+    # ---- what transformers asks
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys, decoded: `[B, H, columns, D_k]`; None before the first update."""
+        return self._all("k")
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, decoded: `[B, H, columns, D_v]`; None before the first update."""
+        return self._all("v")
+
+    def _all(self, side: str) -> torch.Tensor | None:
+        if self.layout is None or self.seen == 0:
+            return None
+        return LazyKV(self._view(None, 0), side, self.dtypes[side], self.kind.table).decode()
+
+    def get_seq_length(self) -> int:
+        """Columns seen so far, left padding included."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Most columns it can hold; -1 is unbounded."""
+        capacity = self.kind.table.capacity
+        return self.sliding_window or (-1 if capacity is None else capacity)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that `update` will return for so many new ones, and the column of the sequence they start at."""
+        offset = 0 if self.sliding_window is None else max(self.seen - self.sliding_window + 1, 0)
+        return self.seen - offset + query_length, offset
+
+    def activate_past_recording(self) -> None:
+        """Keep what a `crop` may need again until it comes."""
+        self.kind.table.recording = True
+
+    @property
+    def record_past(self) -> bool:
+        """Whether past recording is on."""
+        return self.kind.table.recording
+
+    # ---- building
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take shapes, dtypes and device from the first keys and values, `[B, H, T, D]`."""
+        self.device = key_states.device
+        self.dtypes = {"k": key_states.dtype, "v": value_states.dtype}
+        if self.layout is None:
+            dtype = key_states.dtype
+            self.layout = PageLayout(
+                self.spec,
+                heads=key_states.shape[1],
+                key_dim=key_states.shape[3],
+                value_dim=value_states.shape[3],
+                page_size=self.kind.table.page_size,
+                dtype=str(dtype).removeprefix("torch."),
+                itemsize=dtype.itemsize,
+                transposed=key_states.device.type == "cuda",
+            )
+            self.store = PageStore(self.layout, self.device)
+        self.is_initialized = True
+
+    def _check(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+            raise CacheUseError(
+                f"keys {tuple(k.shape)} and values {tuple(v.shape)} must both be [batch, heads, tokens, head_dim] "
+                "and agree in all but the last"
+            )
+        if not self.is_initialized:
+            if k.dtype != v.dtype or not k.dtype.is_floating_point or k.dtype.itemsize < 2:
+                raise CacheUseError(
+                    f"keys are {k.dtype} and values {v.dtype}: accepted are float32, bfloat16 and float16, the same for both"
+                )
+            return
+        assert self.layout is not None
+        if (k.dtype, v.dtype) != (self.dtypes["k"], self.dtypes["v"]):
+            raise CacheUseError(
+                f"the cache holds {self.dtypes['k']} keys and values and was given {k.dtype} / {v.dtype}: "
+                "keep one dtype for the life of a cache, or start a fresh one"
+            )
+        if k.device != self.device:
+            raise CacheUseError(f"the layer's cache is on {self.device} and was given keys on {k.device}")
+        shape = (self.layout.heads, self.layout.key_dim, self.layout.value_dim)
+        if (k.shape[1], k.shape[3], v.shape[3]) != shape:
+            raise CacheUseError(
+                f"the layer holds (heads, key dim, value dim) = {shape} and was given "
+                f"{(k.shape[1], k.shape[3], v.shape[3])}: is this cache used with another model?"
+            )
+
+    # ---- update
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append `[B, H, T, D]` keys and values; returns what attention should see.
+
+        That is the arguments themselves when the cache was empty (a prompt attends to itself exactly), and lazy
+        views of everything afterwards, in which the tokens of a call of more than one token are still exact.
+        Raises CacheUseError, and changes nothing, for another batch size, dtype, shape or device.
+        """
+        self._check(key_states, value_states)
+        B, _, T, _ = key_states.shape
+        plan = self.kind.table.append(self.seen, T, B)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        empty = self.seen == 0
+        self._write(plan, key_states, value_states)
+        self.seen += T
+        if empty:
+            return key_states, value_states
+        view = self._view(plan if T > 1 else None, T, key_states, value_states)
+        table, impl = self.kind.table, self.impl
+        return LazyKV(view, "k", self.dtypes["k"], table, impl), LazyKV(view, "v", self.dtypes["v"], table, impl)
+
+    def _write(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> None:
+        assert self.store is not None
+        self.store.grow(self.kind.table.pool.capacity)
+        if self.spec.sinks:
+            self._write_sinks(plan, k, v)
+        if self.kind.table.direct:
+            self._write_tokens(plan, k, v)
+        else:
+            self._write_ring(plan, k, v)
+
+    def _write_tokens(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Direct formats: encode each token where it will stay."""
+        assert self.store is not None
+        self.store.copy_pages(*plan.copies)
+        whole = len(plan.rows) == k.shape[0] * k.shape[2]
+        rows, chunk = self._tensor(plan.rows), self._tensor(plan.chunk)
+        for side, x, spec in (("k", k, self.spec.key), ("v", v, self.spec.value)):
+            x = x.transpose(1, 2).flatten(0, 1) if whole else x[rows, :, chunk]  # [N, H, D]
+            if spec.kind == "exact":
+                self.store.write_tokens(plan.pages, plan.slots, side, x, None)
+            else:
+                codes, scale, _ = codec.quantize_tokens(x.unsqueeze(2), spec)
+                self.store.write_tokens(plan.pages, plan.slots, side, codes.squeeze(2), scale.squeeze(3))
+
+    def _write_sinks(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keep each row's first real tokens."""
+        S = self.spec.sinks
+        if self.sinks is None:
+            self.sinks = Exact(*(x.new_zeros(x.shape[0], x.shape[1], S, x.shape[3]) for x in (k, v)))
+        for b in np.flatnonzero((plan.old_lengths < S) & (plan.lengths > plan.old_lengths)):
+            old, new, skip = int(plan.old_lengths[b]), min(int(plan.lengths[b]), S), int(plan.skip[b])
+            for store, x in ((self.sinks.keys, k), (self.sinks.values, v)):
+                store[b, :, old:new] = x[b, :, skip : skip + new - old]
+
+    def _write_ring(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Other formats: seal the pages that are due, keep the rest exact in the ring.
+
+        Token t of a row is in ring slot t % C. A page that is sealed takes its tokens from the ring as it was and
+        from this append.
+        """
+        assert self.store is not None and self.layout is not None
+        P, sealed, lengths, old = self.layout.page_size, self.kind.table.sealed, plan.lengths, plan.old_lengths
+        ring = self.ring or Exact(*(x.new_empty(x.shape[0], x.shape[1], 0, x.shape[3]) for x in (k, v)))
+        C = ring.keys.shape[2]
+        most = int((lengths - sealed).max(initial=0))
+        size = C if 0 < most <= C else P * -(-max(most, self.kind.table.residual + P) // P)
+        moves = size != C or len(plan.seal_rows) > 0  # else the new tokens just find their slots
+        first = sealed if moves else np.maximum(sealed, old)
+        rows = np.repeat(np.arange(len(lengths)), lengths - first)
+        token = np.concatenate([np.arange(lo, hi) for lo, hi in zip(first, lengths, strict=True)])
+        base = C if moves else 0  # tokens are taken from [ring | this append], or from this append alone
+
+        def source(row: np.ndarray, token: np.ndarray) -> torch.Tensor:
+            new = base + token - old[row] + plan.skip[row]
+            return self._tensor(np.where(token < old[row], token % max(C, 1), new))
+
+        page = plan.seal_index[:, None] * P
+        sealing = page + np.arange(P)  # sinks stay out of the scales of page 0: a later token stands in for them
+        sealing = np.minimum(np.maximum(sealing, self.spec.sinks), page + P - 1)
+        out = []
+        for side, held, x in (("k", ring.keys, k), ("v", ring.values, v)):
+            both = torch.cat((held, x), dim=2) if moves else x
+            if len(plan.seal_rows):
+                at = source(plan.seal_rows[:, None], sealing)
+                tokens = both[self._tensor(plan.seal_rows[:, None]), :, at].transpose(1, 2)  # [N, H, P, D]
+                self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout))
+            target = held if size == C else x.new_zeros(x.shape[0], x.shape[1], size, x.shape[3])
+            target[self._tensor(rows), :, self._tensor(token % size)] = both[self._tensor(rows), :, source(rows, token)]
+            out.append(target)
+        self.ring = Exact(*out)
+
+    def _tensor(self, x: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(x, device=self.device)
+
+    def _view(
+        self, plan: Append | None, T: int, k: torch.Tensor | None = None, v: torch.Tensor | None = None
+    ) -> KVView:
+        """What attention sees: all columns, or with `plan` the history before it and the new tokens exact."""
+        assert self.layout is not None and self.store is not None
+        made = self.kind.indices.get(self.device, plan)
+        offset = 0 if self.sliding_window is None else max(self.seen - T - self.sliding_window + 1, 0)
+        ring, sinks = self.ring, self.sinks
+        return KVView(
+            self.layout,
+            self.store.slabs,
+            self.store.addresses,
+            made.table,
+            made.starts,
+            made.lengths,
+            made.sealed,
+            made.max_length,
+            columns=self.seen - offset,
+            offset=offset,
+            window=self.sliding_window,
+            sink_keys=None if sinks is None else sinks.keys,
+            sink_values=None if sinks is None else sinks.values,
+            ring_keys=None if ring is None else ring.keys,
+            ring_values=None if ring is None else ring.values,
+            new_keys=k if plan is not None else None,
+            new_values=v if plan is not None else None,
+        )
+
+    # ---- every other operation: the leader moves the table, each layer what it holds itself
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last `-tokens_to_remove` columns off (0 or negative, as transformers passes it).
+
+        Exact within the ring; tokens of a sealed page that is cut come back as they were encoded.
+        """
+        if tokens_to_remove > 0:
+            raise CacheUseError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number")
+        if self.seen == 0:
+            return
+        plan = self.kind.table.crop(self.seen, min(-tokens_to_remove, self.seen))
+        if len(plan.rows):
+            self._unseal(plan)
+        self.seen = plan.after
+
+    def _unseal(self, plan: Crop) -> None:
+        assert self.store is not None and self.layout is not None and self.ring is not None
+        P, C = self.layout.page_size, self.ring.keys.shape[2]
+        raw = self.store.read_pages(plan.pages)
+        slots = self._tensor((plan.index[:, None] * P + np.arange(P)) % C)
+        rows = self._tensor(plan.rows[:, None])
+        for side, held in (("k", self.ring.keys), ("v", self.ring.values)):
+            held[rows, :, slots] = codec.decode(raw, side, self.layout).to(held.dtype).transpose(1, 2)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was; pages are shared, none is copied."""
+        if self.seen == 0:
+            return
+        index = beam_idx.to("cpu", torch.int64)
+        if self.leader:
+            self.kind.table.take_rows(index.numpy())
+        for name in ("ring", "sinks"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.take(index.to(held.keys.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that `indices` (numbers or a bool mask) names."""
+        if self.seen:
+            rows = len(self.kind.table.starts) if self.leader or self.ring is None else self.ring.keys.shape[0]
+            self.reorder_cache(torch.arange(rows)[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, one after the other."""
+        if self.seen:
+            rows = len(self.kind.table.starts) if self.leader or self.ring is None else self.ring.keys.shape[0]
+            self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory is kept for the next ones."""
+        if self.leader:
+            self.kind.table.clear()
+        self.seen, self.ring, self.sinks = 0, None, None
+
+    def offload(self) -> None:
+        """Not used: transformers' own offloading moves `keys` and `values`, which pages do not have."""
+        raise CacheUseError("transformers' offloading cannot move pages")
+
+    prefetch = offload
