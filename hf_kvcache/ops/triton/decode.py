@@ -25,6 +25,16 @@ def _address(ADDRESSES, TABLE, i_page):
 
 
 @triton.jit
+def _load(p, m, FULL: tl.constexpr):
+    """Load, without the mask where it is known to be true everywhere."""
+    if FULL:
+        b = tl.load(p)
+    else:
+        b = tl.load(p, mask=m, other=0)
+    return b
+
+
+@triton.jit
 def _rotated(b_q, ROT, o_col, m_col, D: tl.constexpr, D_PAD: tl.constexpr, norm, IP: tl.constexpr):
     """Columns `o_col` of q times the rotation; `ROT` holds 0 and +-1, so that the products are exact."""
     o_d = tl.arange(0, D_PAD)
@@ -76,13 +86,13 @@ def _queries(
 
 
 @triton.jit
-def _load_codes(p_codes, p_codes1, o_r, o_c, m, ROW: tl.constexpr, S: tl.constexpr):
+def _load_codes(p_codes, p_codes1, o_r, o_c, m, FULL: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr):
     """Stored elements `[r, c]` of rows of ROW elements, and the third bits of 3-bit codes."""
-    b_x = tl.load(p_codes + (o_r * ROW)[:, None] + o_c[None, :], mask=m, other=0.0 if S.kind == "exact" else 0)
+    b_x = _load(p_codes + (o_r * ROW)[:, None] + o_c[None, :], m, FULL)
     b_y = b_x
     if S.kind == "int" and S.bits == 3:
         HALF: tl.constexpr = ROW // 2
-        b_y = tl.load(p_codes1 + (o_r * HALF)[:, None] + (o_c % HALF)[None, :], mask=m, other=0)
+        b_y = _load(p_codes1 + (o_r * HALF)[:, None] + (o_c % HALF)[None, :], m, FULL)
         b_y = b_y >> (o_c // HALF).to(tl.uint8)[None, :]
     return b_x, b_y
 
@@ -100,6 +110,8 @@ def _page_scores(
     p_scale = ((addr << 4) + K.scale).to(tl.pointer_type(tl.bfloat16))
     p_zero = ((addr << 4) + K.zero).to(tl.pointer_type(tl.float16))
     o_w = tl.arange(0, K.block_pad)
+    m_w = o_w < K.block
+    FULL: tl.constexpr = K.block == K.block_pad
     PARTS: tl.constexpr = max(1, T.tokens // K.group) if K.per == "channel" else 1
     N: tl.constexpr = T.tokens // PARTS
     parts = ()
@@ -112,8 +124,7 @@ def _page_scores(
             o_g = (i_h * K.groups + (c0 + s * N) // K.group) * K.dim
         for j in tl.static_range(K.blocks):
             o_c = j * K.block + o_w
-            m_c = None if K.block == K.block_pad else (o_w < K.block)[None, :]
-            b_x, b_y = _load_codes(p_codes, p_codes1, o_r, o_c, m_c, K.row, K)
+            b_x, b_y = _load_codes(p_codes, p_codes1, o_r, o_c, m_w[None, :], FULL, K.row, K)
             tiles = planes_of(b_x, b_y, K, KT)
             for i in tl.static_range(K.planes):
                 b_k = tl.trans(tiles[i])
@@ -122,14 +133,13 @@ def _page_scores(
                 elif K.per == "channel":
                     F: tl.constexpr = 2.0 ** (K.center - K.shifts[i])
                     o_d = o_g + i * K.row + o_c
-                    m_d = None if K.block == K.block_pad else o_w < K.block
-                    b_f = tl.load(p_scale + o_d, mask=m_d, other=0.0).to(tl.float32)
+                    b_f = _load(p_scale + o_d, m_w, FULL).to(tl.float32)
                     b_q = (b_qs[j * K.planes + i] * (b_f * F)[None, :]).to(KT)
                     b_s = tl.dot(b_q, b_k, b_s, input_precision=IP)
                     if K.bias != 0.0:
                         b_s -= (tl.sum(b_q.to(tl.float32), 1) * K.bias)[:, None]
                     if not K.symmetric:
-                        b_z = tl.load(p_zero + o_d, mask=m_d, other=0.0).to(tl.float32) * (1.0 / UNIT)
+                        b_z = _load(p_zero + o_d, m_w, FULL).to(tl.float32) * (1.0 / UNIT)
                         b_s += tl.sum(b_qs[j * K.planes + i] * b_z[None, :], 1)[:, None]
                 else:
                     G: tl.constexpr = (i * K.row + j * K.block) // K.group
@@ -207,12 +217,13 @@ def _page_values(
     p_zero = ((addr << 4) + V.zero).to(tl.pointer_type(tl.float16))
     o_n = c0 + tl.arange(0, N)
     o_d = tl.arange(0, V.group_pad)
+    m_d = o_d < SIZE
+    FULL: tl.constexpr = V.group_pad == SIZE
     new_accs = ()
     new_refs = ()
     new_zs = ()
     for g in tl.static_range(len(accs)):
-        m_d = None if V.group_pad == SIZE else (o_d < SIZE)[:, None]
-        b_x, b_y = _load_codes(p_codes, p_codes1, g * SIZE + o_d, o_n, m_d, V.row, V)
+        b_x, b_y = _load_codes(p_codes, p_codes1, g * SIZE + o_d, o_n, m_d[:, None], FULL, V.row, V)
         tiles = planes_of(b_x, b_y, V, VT)
         b_w = b_p
         b_r = refs[g]
@@ -258,12 +269,11 @@ def _page_values(
             else:
                 b_acc = tl.dot(ps[i], tl.trans(b_v), b_acc, input_precision=IP)
         if V.per == "channel":
-            m_1 = None if V.group_pad == SIZE else o_d < SIZE
-            b_f = tl.load(p_scale + i_h * V.groups * V.dim + o_d, mask=m_1, other=0.0).to(tl.float32)
+            b_f = _load(p_scale + i_h * V.dim + o_d, m_d, FULL).to(tl.float32)
             b_o = b_o - (b_u * V.bias)[:, None]
             b_acc += b_o * b_f[None, :]
             if not V.symmetric:
-                b_0 = tl.load(p_zero + i_h * V.groups * V.dim + o_d, mask=m_1, other=0.0).to(tl.float32)
+                b_0 = _load(p_zero + i_h * V.dim + o_d, m_d, FULL).to(tl.float32)
                 b_acc += (b_u * (1.0 / V.unit))[:, None] * b_0[None, :]
         new_accs = new_accs + (b_acc,)
         new_refs = new_refs + (b_r,)
