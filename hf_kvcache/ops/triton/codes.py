@@ -93,29 +93,28 @@ def planes_of(x, y, S: tl.constexpr, CT: tl.constexpr):
 
     y is the tile of third bits (3-bit codes, bit 2i belongs to plane i) and otherwise unused.
     """
-    H: tl.constexpr = tl.float16
     if S.kind == "exact":
         out = (x.to(CT),)
     elif S.kind == "fp8_e4m3":
         if S.dequant == "native":
-            out = (x.to(tl.float8e4nv, bitcast=True).to(H).to(CT),)
+            out = (x.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(CT),)
         elif S.dequant == "packed":
-            out = (x.to(tl.float8e4b15, bitcast=True).to(H).to(CT),)
+            out = (x.to(tl.float8e4b15, bitcast=True).to(tl.float16).to(CT),)
         else:
             h = x.to(tl.uint16)
             h = ((h & 0x80) << 8) | ((h & 0x7F) << 7)
-            out = (h.to(H, bitcast=True).to(CT),)
+            out = (h.to(tl.float16, bitcast=True).to(CT),)
     elif S.kind == "fp8_e5m2":
         if S.dequant == "packed":
-            out = (tl.inline_asm_elementwise(_ASM_E5M2, "=&r,=&r,r", [x], dtype=H, is_pure=True, pack=4),)
+            out = (tl.inline_asm_elementwise(_ASM_E5M2, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4),)
         else:
-            out = ((x.to(tl.uint16) << 8).to(H, bitcast=True).to(CT),)
+            out = ((x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(CT),)
     elif S.bits == 8:
         if S.dequant == "packed":
             if S.symmetric:
-                out = (tl.inline_asm_elementwise(_ASM_INT8, "=&r,=&r,r", [x], dtype=H, is_pure=True, pack=4),)
+                out = (tl.inline_asm_elementwise(_ASM_INT8, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4),)
             else:
-                out = (tl.inline_asm_elementwise(_ASM_UINT8, "=&r,=&r,r", [x], dtype=H, is_pure=True, pack=4),)
+                out = (tl.inline_asm_elementwise(_ASM_UINT8, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4),)
         elif S.symmetric:
             out = (x.to(tl.int8, bitcast=True).to(CT),)
         else:
@@ -123,14 +122,14 @@ def planes_of(x, y, S: tl.constexpr, CT: tl.constexpr):
     elif S.bits == 4:
         if S.dequant == "packed":
             out = tl.inline_asm_elementwise(
-                _ASM_INT4, "=&r,=&r,=&r,=&r,r", [x], dtype=(H, H), is_pure=True, pack=4
+                _ASM_INT4, "=&r,=&r,=&r,=&r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
             )
         else:
             out = ((x & 15).to(CT), (x >> 4).to(CT))
     elif S.bits == 3:
         if S.dequant == "packed":
             out = tl.inline_asm_elementwise(
-                _ASM_INT3, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [x, y], dtype=(H, H, H, H), is_pure=True, pack=4
+                _ASM_INT3, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [x, y], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4
             )
         else:
             out = ()
@@ -139,7 +138,7 @@ def planes_of(x, y, S: tl.constexpr, CT: tl.constexpr):
     else:
         if S.dequant == "packed":
             out = tl.inline_asm_elementwise(
-                _ASM_INT2, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [x], dtype=(H, H, H, H), is_pure=True, pack=4
+                _ASM_INT2, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4
             )
         else:
             out = ((x & 3).to(CT), ((x >> 2) & 3).to(CT), ((x >> 4) & 3).to(CT), (x >> 6).to(CT))

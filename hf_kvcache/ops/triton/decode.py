@@ -20,8 +20,15 @@ LIFT = tl.constexpr(12.0)
 
 @triton.jit
 def _address(ADDRESSES, TABLE, i_page):
-    """Address of a sequence's page `i_page`, in units of 16 bytes (so that loads know they are aligned)."""
-    return tl.load(ADDRESSES + tl.load(TABLE + i_page)) >> 4
+    """Address of a sequence's page `i_page`."""
+    return tl.load(ADDRESSES + tl.load(TABLE + i_page))
+
+
+@triton.jit
+def _field(addr, offset: tl.constexpr, ET: tl.constexpr):
+    """Pointer to a field of the page at `addr`; pages and fields start on cache lines."""
+    page = tl.multiple_of(addr.to(tl.pointer_type(tl.uint8)), 64)
+    return (page + offset).to(tl.pointer_type(ET), bitcast=True)
 
 
 @triton.jit
@@ -32,6 +39,19 @@ def _load(p, m, FULL: tl.constexpr):
     else:
         b = tl.load(p, mask=m, other=0)
     return b
+
+
+@triton.jit
+def _pairs(p, o_pair, m, FULL: tl.constexpr):
+    """Scales or zero points as float32 `[2n]`, loaded two at a time: asynchronous copies move 4 bytes or more."""
+    b = _load(p.to(tl.pointer_type(tl.uint32), bitcast=True) + o_pair, m, FULL)
+    if p.dtype.element_ty == tl.bfloat16:
+        low = (b << 16).to(tl.float32, bitcast=True)
+        high = (b & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        low = (b & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (b >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return tl.interleave(low, high)
 
 
 @triton.jit
@@ -47,7 +67,6 @@ def _queries(
     p_q, m_row, ROT, q_factor, norm, K: tl.constexpr, D_PAD: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr
 ):
     """q, cut as the keys are: a tile `[rows, block]` for each block and plane, and each group's sum of q."""
-    C: tl.constexpr = K.center
     if K.rotate:
         o_d = tl.arange(0, D_PAD)
         b_all = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < K.dim)[None, :], other=0.0)
@@ -55,10 +74,13 @@ def _queries(
     m_w = o_w < K.block
     b_qs = ()
     sums = ()
-    for g in tl.static_range(K.groups if K.per == "token" else 1):
+    GROUPS: tl.constexpr = K.groups if K.per == "token" else 1
+    BLOCKS: tl.constexpr = K.blocks
+    PLANES: tl.constexpr = K.planes
+    for g in tl.static_range(GROUPS):
         sums = sums + (tl.zeros((p_q.shape[0],), tl.float32),)
-    for j in tl.static_range(K.blocks):
-        for i in tl.static_range(K.planes):
+    for j in tl.static_range(BLOCKS):
+        for i in tl.static_range(PLANES):
             o_c = i * K.row + j * K.block + o_w
             if K.rotate:
                 b_q = _rotated(b_all, ROT, o_c, m_w, K.dim, D_PAD, norm, IP)
@@ -68,19 +90,19 @@ def _queries(
             if K.per == "channel":
                 b_qs = b_qs + (b_q,)
             else:
-                F: tl.constexpr = 2.0 ** (C - K.shifts[i])
+                b_q = b_q * K.up[i]
                 if KT == tl.float16:
-                    b_q = tl.minimum(tl.maximum(b_q * F, -65504.0), 65504.0)
-                else:
-                    b_q = b_q * F
+                    b_q = tl.minimum(tl.maximum(b_q, -65504.0), 65504.0)
                 b_q = b_q.to(KT)
                 b_qs = b_qs + (b_q,)
                 if not K.symmetric or K.bias != 0.0:
-                    b_sum = tl.sum(b_q.to(tl.float32), 1) * (1.0 / F)
-                    G: tl.constexpr = (i * K.row + j * K.block) // K.group
+                    b_sum = tl.sum(b_q.to(tl.float32), 1) * (1.0 / K.up[i])
                     new = ()
-                    for g in tl.static_range(K.groups):
-                        new = new + (sums[g] + b_sum if g == G else sums[g],)
+                    for g in tl.static_range(GROUPS):
+                        if g == K.member[j * PLANES + i]:
+                            new = new + (sums[g] + b_sum,)
+                        else:
+                            new = new + (sums[g],)
                     sums = new
     return b_qs, sums
 
@@ -99,19 +121,24 @@ def _load_codes(p_codes, p_codes1, o_r, o_c, m, FULL: tl.constexpr, ROW: tl.cons
 
 @triton.jit
 def _page_scores(
-    addr, i_h, o_t, c0, b_qs, sums, K: tl.constexpr, T: tl.constexpr, XT: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr
+    addr, i_h, o_t, o_2, c0, b_qs, sums, K: tl.constexpr, T: tl.constexpr, XT: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr
 ):
     """Scores `[rows, tokens]`, in base 2, of the tokens `o_t` of the page at `addr`."""
     UNIT: tl.constexpr = K.unit * 2.0 ** -K.center
     ET: tl.constexpr = XT if K.kind == "exact" else tl.uint8
     head = i_h.to(tl.int64) * T.page * K.row
-    p_codes = ((addr << 4) + K.codes).to(tl.pointer_type(ET)) + head
-    p_codes1 = ((addr << 4) + K.codes1).to(tl.pointer_type(ET)) + head // 2
-    p_scale = ((addr << 4) + K.scale).to(tl.pointer_type(tl.bfloat16))
-    p_zero = ((addr << 4) + K.zero).to(tl.pointer_type(tl.float16))
+    p_codes = _field(addr, K.codes, ET) + head
+    p_codes1 = _field(addr, K.codes1, ET) + head // 2
+    p_scale = _field(addr, K.scale, tl.bfloat16)
+    p_zero = _field(addr, K.zero, tl.float16)
     o_w = tl.arange(0, K.block_pad)
     m_w = o_w < K.block
+    o_w2 = tl.arange(0, K.block_pad // 2)
+    m_w2 = 2 * o_w2 < K.block
     FULL: tl.constexpr = K.block == K.block_pad
+    BLOCKS: tl.constexpr = K.blocks
+    PLANES: tl.constexpr = K.planes
+    GROUPS: tl.constexpr = K.groups
     PARTS: tl.constexpr = max(1, T.tokens // K.group) if K.per == "channel" else 1
     N: tl.constexpr = T.tokens // PARTS
     parts = ()
@@ -119,30 +146,28 @@ def _page_scores(
         o_r = o_t if PARTS == 1 else c0 + s * N + tl.arange(0, N)
         b_s = tl.zeros((b_qs[0].shape[0], N), tl.float32)
         if K.per == "token":
-            o_g = i_h * K.groups * T.page + o_r
+            o_g = i_h * K.groups * (T.page // 2) + o_2
         elif K.per == "channel":
             o_g = (i_h * K.groups + (c0 + s * N) // K.group) * K.dim
-        for j in tl.static_range(K.blocks):
+        for j in tl.static_range(BLOCKS):
             o_c = j * K.block + o_w
             b_x, b_y = _load_codes(p_codes, p_codes1, o_r, o_c, m_w[None, :], FULL, K.row, K)
             tiles = planes_of(b_x, b_y, K, KT)
-            for i in tl.static_range(K.planes):
+            for i in tl.static_range(PLANES):
                 b_k = tl.trans(tiles[i])
                 if K.per == "none":
                     b_s = tl.dot(b_qs[j * K.planes + i], b_k, b_s, input_precision=IP)
                 elif K.per == "channel":
-                    F: tl.constexpr = 2.0 ** (K.center - K.shifts[i])
-                    o_d = o_g + i * K.row + o_c
-                    b_f = _load(p_scale + o_d, m_w, FULL).to(tl.float32)
-                    b_q = (b_qs[j * K.planes + i] * (b_f * F)[None, :]).to(KT)
+                    o_d = (o_g + i * K.row + j * K.block) // 2 + o_w2
+                    b_f = _pairs(p_scale, o_d, m_w2, FULL)
+                    b_q = (b_qs[j * K.planes + i] * (b_f * K.up[i])[None, :]).to(KT)
                     b_s = tl.dot(b_q, b_k, b_s, input_precision=IP)
                     if K.bias != 0.0:
                         b_s -= (tl.sum(b_q.to(tl.float32), 1) * K.bias)[:, None]
                     if not K.symmetric:
-                        b_z = _load(p_zero + o_d, m_w, FULL).to(tl.float32) * (1.0 / UNIT)
+                        b_z = _pairs(p_zero, o_d, m_w2, FULL) * (1.0 / UNIT)
                         b_s += tl.sum(b_qs[j * K.planes + i] * b_z[None, :], 1)[:, None]
                 else:
-                    G: tl.constexpr = (i * K.row + j * K.block) // K.group
                     if K.groups == 1:
                         if i == 0 and j == 0:
                             b_d = _start(sums[0], K, N)
@@ -152,15 +177,15 @@ def _page_scores(
                     else:
                         # a group of channels: its blocks may be spread over planes, so each block adds its share
                         b_d = tl.dot(b_qs[j * K.planes + i], b_k, input_precision=IP)
-                        b_f = tl.load(p_scale + o_g + G * T.page).to(tl.float32)
+                        b_f = _pairs(p_scale, o_g + K.member[j * PLANES + i] * (T.page // 2), o_g, True)
                         b_s += b_d * b_f[None, :]
         if K.per == "token" and K.groups > 1:
-            for g in tl.static_range(K.groups):
+            for g in tl.static_range(GROUPS):
                 if K.bias != 0.0:
-                    b_f = tl.load(p_scale + o_g + g * T.page).to(tl.float32)
+                    b_f = _pairs(p_scale, o_g + g * (T.page // 2), o_g, True)
                     b_s -= (sums[g] * (K.bias * 2.0**K.center))[:, None] * b_f[None, :]
                 if not K.symmetric:
-                    b_z = tl.load(p_zero + o_g + g * T.page).to(tl.float32) * (1.0 / UNIT)
+                    b_z = _pairs(p_zero, o_g + g * (T.page // 2), o_g, True) * (1.0 / UNIT)
                     b_s += sums[g][:, None] * b_z[None, :]
         parts = parts + (b_s,)
     b_s = join_columns(parts, PARTS)
@@ -179,10 +204,10 @@ def _start(b_sum, K: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _scaled(b_d, b_s, b_sum, p_scale, p_zero, o_g, K: tl.constexpr, UNIT: tl.constexpr):
     """Scores from a dot of codes: one scale (and zero point) for each token."""
-    b_f = tl.load(p_scale + o_g).to(tl.float32) * UNIT
+    b_f = _pairs(p_scale, o_g, o_g, True) * UNIT
     b_s = b_d * b_f[None, :]
     if not K.symmetric:
-        b_z = tl.load(p_zero + o_g).to(tl.float32)
+        b_z = _pairs(p_zero, o_g, o_g, True)
         b_s += b_sum[:, None] * b_z[None, :]
     return b_s
 
@@ -203,7 +228,7 @@ def _soft(b_s, b_m, b_l, cap, m_ok, SOFTCAP: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def _page_values(
-    addr, i_h, o_t, c0, b_p, b_a, m_t, accs, refs, zs,
+    addr, i_h, o_2, c0, b_p, b_a, m_t, accs, refs, zs,
     V: tl.constexpr, T: tl.constexpr, XT: tl.constexpr, VT: tl.constexpr, IP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add `p @ V` of a tile to `accs` (units of `refs`), and what zero points and offsets add to `zs`."""
@@ -211,18 +236,22 @@ def _page_values(
     N: tl.constexpr = T.tokens // V.planes
     SIZE: tl.constexpr = V.group if V.per == "token" else V.dim
     head = i_h.to(tl.int64) * V.dim * V.row
-    p_codes = ((addr << 4) + V.codes).to(tl.pointer_type(ET)) + head
-    p_codes1 = ((addr << 4) + V.codes1).to(tl.pointer_type(ET)) + head // 2
-    p_scale = ((addr << 4) + V.scale).to(tl.pointer_type(tl.bfloat16))
-    p_zero = ((addr << 4) + V.zero).to(tl.pointer_type(tl.float16))
+    p_codes = _field(addr, V.codes, ET) + head
+    p_codes1 = _field(addr, V.codes1, ET) + head // 2
+    p_scale = _field(addr, V.scale, tl.bfloat16)
+    p_zero = _field(addr, V.zero, tl.float16)
     o_n = c0 + tl.arange(0, N)
     o_d = tl.arange(0, V.group_pad)
     m_d = o_d < SIZE
+    o_d2 = tl.arange(0, V.group_pad // 2)
+    m_d2 = 2 * o_d2 < SIZE
     FULL: tl.constexpr = V.group_pad == SIZE
+    PLANES: tl.constexpr = V.planes
+    GROUPS: tl.constexpr = len(accs)
     new_accs = ()
     new_refs = ()
     new_zs = ()
-    for g in tl.static_range(len(accs)):
+    for g in tl.static_range(GROUPS):
         b_x, b_y = _load_codes(p_codes, p_codes1, g * SIZE + o_d, o_n, m_d[:, None], FULL, V.row, V)
         tiles = planes_of(b_x, b_y, V, VT)
         b_w = b_p
@@ -230,23 +259,26 @@ def _page_values(
         b_c = b_a
         b_z = zs[g]
         if V.per == "token":
-            o_g = (i_h * V.groups + g) * T.page + o_t
-            b_f = tl.load(p_scale + o_g).to(tl.float32)
+            o_g = (i_h * V.groups + g) * (T.page // 2) + o_2
+            b_f = _pairs(p_scale, o_g, o_g, True)
+            if not V.symmetric:
+                b_0 = _pairs(p_zero, o_g, o_g, True)
+                # only loads that feed a dot product are pipelined: let the scales depend on the zero points
+                b_f = tl.where(b_0 == b_0, b_f, 0.0)
             if MASKED:
                 b_f = tl.where(m_t, b_f, 0.0)
             b_r = tl.maximum(b_r, tl.max(b_f, 0))
             inv = 1.0 / b_r
             b_c = b_a * (refs[g] * inv)
-            if V.planes > 1 and max(V.shifts) > 0:
+            if V.down[V.planes - 1] != 1.0:
                 plane = tl.arange(0, T.tokens) // N
                 down = tl.full((T.tokens,), 1.0, tl.float32)
-                for i in tl.static_range(1, V.planes):
-                    down = tl.where(plane == i, 2.0 ** -V.shifts[i], down)
+                for i in tl.static_range(1, PLANES):
+                    down = tl.where(plane == i, V.down[i], down)
                 b_w = b_p * (b_f * (down * inv))[None, :]
             else:
                 b_w = b_p * (b_f * inv)[None, :]
             if not V.symmetric:
-                b_0 = tl.load(p_zero + o_g).to(tl.float32)
                 if MASKED:
                     b_0 = tl.where(m_t, b_0, 0.0)
                 b_z = b_z * b_a + tl.sum(b_p * b_0[None, :], 1)
@@ -257,23 +289,22 @@ def _page_values(
         if V.per == "channel":
             b_o = tl.zeros(b_acc.shape, tl.float32)
             b_u = tl.zeros(b_p.shape[0:1], tl.float32)
-        for i in tl.static_range(V.planes):
+        for i in tl.static_range(PLANES):
             b_v = tiles[i]
             if MASKED and V.kind != "int":
                 b_v = tl.where(m_t[None, :], b_v, 0.0)
             if V.per == "channel":
-                D: tl.constexpr = 2.0 ** -V.shifts[i]
-                b_i = (ps[i].to(tl.float32) * D).to(VT)
+                b_i = (ps[i].to(tl.float32) * V.down[i]).to(VT)
                 b_o = tl.dot(b_i, tl.trans(b_v), b_o, input_precision=IP)
                 b_u += tl.sum(ps[i].to(tl.float32), 1)
             else:
                 b_acc = tl.dot(ps[i], tl.trans(b_v), b_acc, input_precision=IP)
         if V.per == "channel":
-            b_f = _load(p_scale + i_h * V.dim + o_d, m_d, FULL).to(tl.float32)
+            b_f = _pairs(p_scale, i_h * (V.dim // 2) + o_d2, m_d2, FULL)
             b_o = b_o - (b_u * V.bias)[:, None]
             b_acc += b_o * b_f[None, :]
             if not V.symmetric:
-                b_0 = _load(p_zero + i_h * V.dim + o_d, m_d, FULL).to(tl.float32)
+                b_0 = _pairs(p_zero, i_h * (V.dim // 2) + o_d2, m_d2, FULL)
                 b_acc += (b_u * (1.0 / V.unit))[:, None] * b_0[None, :]
         new_accs = new_accs + (b_acc,)
         new_refs = new_refs + (b_r,)
@@ -290,13 +321,16 @@ def _page_tile(
     """Attend to tile `part` of one page. Its tokens come in the order in which the value planes need them."""
     N: tl.constexpr = T.tokens // V.planes
     o_x = tl.arange(0, T.tokens)
+    o_x2 = 2 * tl.arange(0, T.tokens // 2)
     if T.tokens == T.page:
         c0 = 0
         o_t = o_x
+        o_2 = o_x2 // 2
     else:
         c0 = part * N
         o_t = (o_x // N) * V.row + c0 + o_x % N
-    b_s = _page_scores(addr, i_h, o_t, c0, b_qs, sums, K, T, XT, KT, IP)
+        o_2 = ((o_x2 // N) * V.row + c0 + o_x2 % N) // 2
+    b_s = _page_scores(addr, i_h, o_t, o_2, c0, b_qs, sums, K, T, XT, KT, IP)
     m_t = o_x >= 0
     m_ok = m_t[None, :]
     if MASKED:
@@ -306,7 +340,7 @@ def _page_tile(
         if WINDOW:
             m_ok = m_ok & (o_k[None, :] > b_pos[:, None] - window)
     b_p, b_a, b_m, b_l = _soft(b_s, b_m, b_l, cap, m_ok, SOFTCAP, MASKED)
-    accs, refs, zs = _page_values(addr, i_h, o_t, c0, b_p, b_a, m_t, accs, refs, zs, V, T, XT, VT, IP, MASKED)
+    accs, refs, zs = _page_values(addr, i_h, o_2, c0, b_p, b_a, m_t, accs, refs, zs, V, T, XT, VT, IP, MASKED)
     return b_m, b_l, accs, refs, zs
 
 
@@ -321,13 +355,14 @@ def _store(
     tl.store(p_l, tl.where(live, b_m - LIFT + tl.log2(tl.where(live, b_l, 1.0)), -float("inf")), mask=m_row)
     m_out = (m_row & live)[:, None]
     o_d = tl.arange(0, PAD)
+    GROUPS: tl.constexpr = len(accs)
     if ROTATE:
         COLS: tl.constexpr = min(64, PAD)
         o_n = tl.arange(0, COLS)
         for n in tl.range(0, V.dim, COLS, num_stages=1):
             m_n = n + o_n < V.dim
             b_o = tl.zeros((b_m.shape[0], COLS), tl.float32)
-            for g in tl.static_range(len(accs)):
+            for g in tl.static_range(GROUPS):
                 b_acc = accs[g] * inv[:, None]
                 o_r = g * SIZE + o_d
                 m_r = (o_d < SIZE)[:, None] & m_n[None, :]
@@ -338,7 +373,7 @@ def _store(
                     b_o = tl.dot((b_acc - b_hi.to(tl.float32)).to(RT), b_r, b_o, input_precision=IP)
             tl.store(p_o[:, None] + n + o_n[None, :], b_o * norm, mask=m_out & m_n[None, :])
     else:
-        for g in tl.static_range(len(accs)):
+        for g in tl.static_range(GROUPS):
             m_d = (o_d < SIZE)[None, :]
             tl.store(p_o[:, None] + g * SIZE + o_d[None, :], accs[g] * inv[:, None], mask=m_out & m_d)
 
@@ -396,9 +431,9 @@ def _pages(
         # addresses are fetched two tiles ahead: table, then address, then codes
         addr = _address(ADDRESSES, TABLE, a * TILES // IN_PAGE)
         i_next = tl.load(TABLE + tl.minimum(a * TILES + 1, last) // IN_PAGE)
-        for tile in tl.range(a * TILES, z * TILES, num_stages=T.stages):
+        for tile in range(a * TILES, z * TILES):
             here = addr
-            addr = tl.load(ADDRESSES + i_next) >> 4
+            addr = tl.load(ADDRESSES + i_next)
             i_next = tl.load(TABLE + tl.minimum(tile + 2, last) // IN_PAGE)
             b_m, b_l, accs, refs, zs = _page_tile(
                 here, i_h, tile % IN_PAGE, tile // IN_PAGE, b_pos, first_key, last_key, window, sinks,
@@ -424,9 +459,9 @@ def _pages(
 @triton.jit
 def _exact(
     p_q, m_row, b_pos, SINK_K, SINK_V, RING_K, RING_V, NEW_K, NEW_V, p_o, p_l,
-    s_sk, s_sv, s_rk, s_rv, s_nk, s_nv, n_sealed, n_stored, ring_size, new_at, n_new, q_factor, cap, window, sinks,
+    s_sk, s_sv, s_rk, s_rv, s_nk, s_nv, n_sealed, n_stored, new_at, n_new, q_factor, cap, window, sinks,
     K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, XT: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    IP: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    IP: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The exact tokens: sinks, then the ring, then the tokens of this call (whose columns may be padding)."""
     M: tl.constexpr = T.rows
@@ -441,26 +476,35 @@ def _exact(
     b_acc = tl.zeros((M, DV_PAD), tl.float32)
     n_sink = tl.minimum(n_stored, sinks)
     ring_from = tl.maximum(n_sealed, sinks)
-    before_new = n_sink + tl.maximum(n_stored - ring_from, 0)
-    for n in tl.range(0, before_new + n_new, N, num_stages=1):
-        o_u = n + tl.arange(0, N)
-        is_sink = o_u < n_sink
-        is_new = o_u >= before_new
-        o_ring = ring_from + o_u - n_sink
-        o_new = (o_u - before_new).to(tl.int64)
-        o_k = tl.where(is_sink, o_u, tl.where(is_new, new_at + o_u - before_new, o_ring))
-        m_t = (o_u < before_new + n_new) & (o_k >= 0)
-        o_slot = (o_ring % ring_size).to(tl.int64)
-        o_sink = o_u.to(tl.int64)
-        p_k = tl.where(is_sink, SINK_K + o_sink * s_sk, tl.where(is_new, NEW_K + o_new * s_nk, RING_K + o_slot * s_rk))
-        p_v = tl.where(is_sink, SINK_V + o_sink * s_sv, tl.where(is_new, NEW_V + o_new * s_nv, RING_V + o_slot * s_rv))
-        b_k = tl.load(p_k[:, None] + o_dk[None, :], mask=m_t[:, None] & m_dk[None, :], other=0.0)
+    n_ring = tl.maximum(n_stored - ring_from, 0)
+    t_sink = tl.cdiv(n_sink, N)
+    t_ring = tl.cdiv(n_ring, N)
+    for i in tl.range(0, t_sink + t_ring + tl.cdiv(n_new, N), num_stages=1):
+        # a tile lies in one of the three, whose first token, count, memory and stride it takes
+        in_sink = i < t_sink
+        in_new = i >= t_sink + t_ring
+        tile = tl.where(in_sink, i, tl.where(in_new, i - t_sink - t_ring, i - t_sink))
+        count = tl.where(in_sink, n_sink, tl.where(in_new, n_new, n_ring))
+        p_k = tl.where(in_sink, SINK_K, tl.where(in_new, NEW_K, RING_K))
+        p_v = tl.where(in_sink, SINK_V, tl.where(in_new, NEW_V, RING_V))
+        s_k = tl.where(in_sink, s_sk, tl.where(in_new, s_nk, s_rk))
+        s_v = tl.where(in_sink, s_sv, tl.where(in_new, s_nv, s_rv))
+        if ALIGNED:
+            p_k = tl.multiple_of(p_k, 16)
+            p_v = tl.multiple_of(p_v, 16)
+            s_k = tl.multiple_of(s_k, 16)
+            s_v = tl.multiple_of(s_v, 16)
+        o_u = tile * N + tl.arange(0, N)
+        o_k = tl.where(in_sink, 0, tl.where(in_new, new_at, ring_from)) + o_u
+        m_t = (o_u < count) & (o_k >= 0)
+        o_r = tl.where(in_sink | in_new, o_u, o_k % RING).to(tl.int64)
+        b_k = tl.load(p_k + (o_r * s_k)[:, None] + o_dk[None, :], mask=m_t[:, None] & m_dk[None, :], other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=IP) * q_factor
         m_ok = m_t[None, :] & (o_k[None, :] <= b_pos[:, None])
         if WINDOW:
             m_ok = m_ok & ((o_k[None, :] > b_pos[:, None] - window) | (o_k < sinks)[None, :])
         b_p, b_a, b_m, b_l = _soft(b_s, b_m, b_l, cap, m_ok, SOFTCAP, True)
-        b_v = tl.load(p_v[:, None] + o_dv[None, :], mask=m_t[:, None] & m_dv[None, :], other=0.0)
+        b_v = tl.load(p_v + (o_r * s_v)[:, None] + o_dv[None, :], mask=m_t[:, None] & m_dv[None, :], other=0.0)
         b_acc = tl.dot(b_p.to(XT), b_v, b_acc * b_a[:, None], input_precision=IP)
     _store((b_acc,), b_m, b_l, p_o, 1.0, p_o, p_l, m_row, V, XT, False, V.dim, DV_PAD, IP)
 
@@ -468,13 +512,14 @@ def _exact(
 @triton.jit
 def decode_split(
     Q, TABLE, ADDRESSES, STARTS, LENGTHS, SEALED, SINK_K, SINK_V, RING_K, RING_V, NEW_K, NEW_V, ROT_K, ROT_V,
-    MID_O, MID_L, heads, group, n_q, last_column, splits, q_factor, cap, norm_k, norm_v, window, sinks, ring_size, n_new,
+    MID_O, MID_L, heads, group, n_q, last_column, splits, q_factor, cap, norm_k, norm_v, window, sinks, n_new,
     s_q0, s_q1, s_q2, s_table,
     s_sk0, s_sk1, s_sk2, s_sv0, s_sv1, s_sv2, s_rk0, s_rk1, s_rk2, s_rv0, s_rv1, s_rv2,
     s_nk0, s_nk1, s_nk2, s_nv0, s_nv1, s_nv2,
     K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, XT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, IP: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGES: tl.constexpr, TAIL: tl.constexpr,
+    RING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits (+ 1 if TAIL), heads * row blocks, B). Rows of a head: query head outer, query token inner.
 
@@ -509,8 +554,9 @@ def decode_split(
                 RING_K + i_b * s_rk0 + j_h * s_rk1, RING_V + i_b * s_rv0 + j_h * s_rv1,
                 NEW_K + i_b * s_nk0 + j_h * s_nk1, NEW_V + i_b * s_nv0 + j_h * s_nv1, p_o, p_l,
                 s_sk2, s_sv2, s_rk2, s_rv2, s_nk2, s_nv2,
-                n_sealed, tl.load(LENGTHS + i_b), ring_size, last_column - n_new - start, n_new,
+                n_sealed, tl.load(LENGTHS + i_b), last_column - n_new - start, n_new,
                 q_factor, cap, window, sinks, K, V, T, XT, DK_PAD, DV_PAD, IP, SOFTCAP, WINDOW,
+                RING, ALIGNED,
             )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def plan(chip: Chip, key: Side, value: Side, page: int, itemsize: int, rows: int
     n = page_tokens(key, value, page)
     row_bytes = sum(s.dim * (itemsize if s.kind == "exact" else 1) / s.planes for s in (key, value))
     stage = int(n * row_bytes)
-    warps = 4
+    warps = 4 if key.kind == value.kind == "exact" else 2
     stages = 3
     while stages > 1 and stage * (stages - 1) > chip.shared * 3 // 4:
         stages -= 1

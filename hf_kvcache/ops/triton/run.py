@@ -45,6 +45,8 @@ def decode(call: AttendCall, chip: launch.Chip | None = None) -> torch.Tensor:
     ring, ring_strides = exact_pair(view.ring_keys, view.ring_values)
     new, new_strides = exact_pair(view.new_keys, view.new_values)
     tail = view.sinks > 0 or view.ring_keys is not None or view.new_tokens > 0
+    strides = [*sink_strides, *ring_strides, *new_strides]
+    aligned = all(x.data_ptr() % 16 == 0 for x in (*sink, *ring, *new)) and all(n % 16 == 0 for n in strides)
     pages = view.table.shape[1] > 0
     rotations = [
         rotation.signs(s.dim, q.dtype, q.device) if s.rotate else (spare, 1.0) for s in (key, value)
@@ -64,12 +66,14 @@ def decode(call: AttendCall, chip: launch.Chip | None = None) -> torch.Tensor:
         rotations[0][0], rotations[1][0], mid_o, mid_l, H, HQ // H, Q, view.columns + view.offset, splits,
         call.scale * LOG2E if cap is None else 2 * LOG2E * call.scale / cap, (cap or 1.0) * LOG2E,
         rotations[0][1], rotations[1][1],
-        view.window or 0, view.sinks, max(1, ring[0].shape[2] if view.ring_keys is not None else 1), view.new_tokens,
-        q.stride(0), q.stride(1), q.stride(2), view.table.stride(0), *sink_strides, *ring_strides, *new_strides,
+        view.window or 0, view.sinks, view.new_tokens,
+        q.stride(0), q.stride(1), q.stride(2), view.table.stride(0), *strides,
         K=key, V=value, T=tile, XT=exact, KT=exact if key.kind == "exact" else code,
         VT=exact if value.kind == "exact" else code, DK_PAD=power(key.dim), DV_PAD=power(D),
         IP="ieee" if q.dtype == torch.float32 else "tf32", SOFTCAP=cap is not None, WINDOW=view.window is not None,
-        PAGES=pages, TAIL=tail, num_warps=plan.warps, num_stages=tile.stages,
+        PAGES=pages, TAIL=tail,
+        RING=1 if view.ring_keys is None else view.ring_keys.shape[2], ALIGNED=aligned, num_warps=plan.warps, num_stages=tile.stages,
+        **({"maxnreg": 255} if chip.assembly else {}),
     )  # fmt: skip
     decode_merge[(B * HQ * Q,)](
         mid_o, mid_l, call.sinks if call.sinks is not None else spare, out, total, HQ, Q, *out.stride()[:3],

@@ -29,6 +29,10 @@ class Side:
     unit, bias: value = (decoded - bias) * unit, before scales, for plane 0.
     groups, group: scale groups along the grouped axis, and how many values of it each has.
     block, blocks: elements of a row that one dot product reads (keys), and how many of them a row has.
+    member: the group of each block and plane, `block * planes + plane` (scales per token).
+    up, down: what q and p are multiplied by, plane by plane, so that planes of different shifts add up:
+        q is balanced around 1 (`center`, taken back in the scores), p only shrinks.
+    *_pad: the powers of two that hold `block`, and the channels of a group of values.
     """
 
     kind: str
@@ -54,6 +58,9 @@ class Side:
     blocks: int
     group_pad: int
     center: int
+    up: tuple[float, ...]
+    down: tuple[float, ...]
+    member: tuple[int, ...]
 
 
 def side(layout: PageLayout, which: str, packed: bool, native_fp8: bool, narrow: bool) -> Side:
@@ -114,6 +121,13 @@ def side(layout: PageLayout, which: str, packed: bool, native_fp8: bool, narrow:
         blocks=row // block,
         group_pad=power(channels),
         center=max(shifts) // 2,
+        up=tuple(2.0 ** (max(shifts) // 2 - s) for s in shifts),
+        down=tuple(2.0**-s for s in shifts),
+        member=tuple(
+            (i * row + j * block) // group if group and spec.per == "token" else 0
+            for j in range(row // block)
+            for i in range(planes)
+        ),
     )
 
 
