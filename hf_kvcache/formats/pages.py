@@ -10,6 +10,8 @@ import torch
 from hf_kvcache.formats import hadamard, packing, scalar
 from hf_kvcache.formats.spec import PLANES, Field, PageLayout, SideSpec
 
+LARGEST = 2.0**100  # what encoding takes an infinity for: finite after any rotation
+
 Side = Literal["k", "v"]
 Arrays = dict[str, torch.Tensor]
 
@@ -61,7 +63,8 @@ def quantize_tokens(x: torch.Tensor, spec: SideSpec) -> tuple[torch.Tensor, torc
     Returns codes uint8 `[N, H, T, D]`, and scales and zeros (or None) `[N, H, groups, T]` for scales per token,
     `[N, H, groups, D]` per channel.
     """
-    x = hadamard.rotate(x) if spec.rotate else x.float()
+    x = x.float().clamp(-LARGEST, LARGEST)
+    x = hadamard.rotate(x) if spec.rotate else x
     if spec.per == "channel":
         x = x.transpose(-1, -2)
     length = x.shape[-1]

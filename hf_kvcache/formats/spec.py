@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from hf_kvcache.errors import ConfigError
 
@@ -48,6 +48,10 @@ class SideSpec:
     rotate: bool = False
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"kind={self.kind!r} is unknown; accepted: {', '.join(get_args(Kind))}")
+        if self.kind == "exact" and self.bits != 16:
+            raise ConfigError(f"bits={self.bits!r}: exact values count as 16 bits, whatever the model's dtype")
         if self.kind == "int" and self.bits not in PLANES:
             raise ConfigError(f"bits={self.bits!r} is not an integer width; accepted: {sorted(PLANES)}")
         if self.kind == "int" and self.symmetric and self.bits != 8:

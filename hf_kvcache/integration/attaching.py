@@ -78,8 +78,7 @@ def _note_padding(cache: PagedCache, mask: torch.Tensor) -> None:
         return
     real = mask != 0
     first = torch.where(real.any(dim=1), real.int().argmax(dim=1), mask.shape[1])
-    if bool(first.any()):
-        cache.note_padding(first)
+    cache.note_padding(first)
 
 
 def attach(model: torch.nn.Module) -> _Attached:

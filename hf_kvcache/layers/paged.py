@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcache.errors import CacheUseError
+from hf_kvcache.formats import hadamard
 from hf_kvcache.formats import pages as codec
 from hf_kvcache.formats.spec import FormatSpec, PageLayout
 from hf_kvcache.layers.lazy import LazyKV
@@ -45,6 +46,11 @@ class Exact:
     def take(self, index: torch.Tensor) -> Exact:
         """Rows by index."""
         return Exact(self.keys.index_select(0, index), self.values.index_select(0, index))
+
+
+def room(like: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Memory for exact tokens, `[B, H, tokens, D]`; nothing is in it yet."""
+    return like.new_empty(like.shape[0], like.shape[1], tokens, like.shape[3])
 
 
 class PagedLayer(CacheLayerMixin):
@@ -141,6 +147,9 @@ class PagedLayer(CacheLayerMixin):
                 raise CacheUseError(
                     f"keys are {k.dtype} and values {v.dtype}: accepted are float32, bfloat16 and float16, the same for both"
                 )
+            for x, spec in ((k, self.spec.key), (v, self.spec.value)):
+                if spec.rotate:
+                    hadamard.block_size(x.shape[3])
             return
         assert self.layout is not None
         if (k.dtype, v.dtype) != (self.dtypes["k"], self.dtypes["v"]):
@@ -211,7 +220,7 @@ class PagedLayer(CacheLayerMixin):
         """Keep each row's first real tokens."""
         S = self.spec.sinks
         if self.sinks is None:
-            self.sinks = Exact(*(x.new_zeros(x.shape[0], x.shape[1], S, x.shape[3]) for x in (k, v)))
+            self.sinks = Exact(room(k, S), room(v, S))
         for b in np.flatnonzero((plan.old_lengths < S) & (plan.lengths > plan.old_lengths)):
             old, new, skip = int(plan.old_lengths[b]), min(int(plan.lengths[b]), S), int(plan.skip[b])
             for store, x in ((self.sinks.keys, k), (self.sinks.values, v)):
@@ -225,7 +234,7 @@ class PagedLayer(CacheLayerMixin):
         """
         assert self.store is not None and self.layout is not None
         P, sealed, lengths, old = self.layout.page_size, self.kind.table.sealed, plan.lengths, plan.old_lengths
-        ring = self.ring or Exact(*(x.new_empty(x.shape[0], x.shape[1], 0, x.shape[3]) for x in (k, v)))
+        ring = self.ring or Exact(room(k, 0), room(v, 0))
         C = ring.keys.shape[2]
         most = int((lengths - sealed).max(initial=0))
         size = C if 0 < most <= C else P * -(-max(most, self.kind.table.residual + P) // P)
@@ -249,7 +258,7 @@ class PagedLayer(CacheLayerMixin):
                 at = source(plan.seal_rows[:, None], sealing)
                 tokens = both[self._tensor(plan.seal_rows[:, None]), :, at].transpose(1, 2)  # [N, H, P, D]
                 self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout))
-            target = held if size == C else x.new_zeros(x.shape[0], x.shape[1], size, x.shape[3])
+            target = held if size == C else room(x, size)
             target[self._tensor(rows), :, self._tensor(token % size)] = both[self._tensor(rows), :, source(rows, token)]
             out.append(target)
         self.ring = Exact(*out)
@@ -292,6 +301,7 @@ class PagedLayer(CacheLayerMixin):
 
         Exact within the ring; tokens of a sealed page that is cut come back as they were encoded.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:
             raise CacheUseError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number")
         if self.seen == 0:
@@ -312,27 +322,32 @@ class PagedLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i what row `beam_idx[i]` was; pages are shared, none is copied."""
-        if self.seen == 0:
-            return
-        index = beam_idx.to("cpu", torch.int64)
+        if self.kind.table.batch:
+            self._take(beam_idx.to("cpu", torch.int64))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that `indices` (numbers or a bool mask) names."""
+        if self._rows:
+            self._take(torch.arange(self._rows)[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, one after the other."""
+        if self._rows:
+            self._take(torch.arange(self._rows).repeat_interleave(repeats))
+
+    @property
+    def _rows(self) -> int:
+        """Rows that this layer has to move: the leader may have moved the table, and with it every page, already."""
+        held = self.ring or self.sinks
+        return held.keys.shape[0] if held else self.kind.table.batch if self.leader else 0
+
+    def _take(self, index: torch.Tensor) -> None:
         if self.leader:
             self.kind.table.take_rows(index.numpy())
         for name in ("ring", "sinks"):
             held = getattr(self, name)
             if held is not None:
                 setattr(self, name, held.take(index.to(held.keys.device)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows that `indices` (numbers or a bool mask) names."""
-        if self.seen:
-            rows = len(self.kind.table.starts) if self.leader or self.ring is None else self.ring.keys.shape[0]
-            self.reorder_cache(torch.arange(rows)[indices.cpu()])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times, one after the other."""
-        if self.seen:
-            rows = len(self.kind.table.starts) if self.leader or self.ring is None else self.ring.keys.shape[0]
-            self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens; the memory is kept for the next ones."""

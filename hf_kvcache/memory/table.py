@@ -212,12 +212,16 @@ class BlockTable:
             self.pool.release(np.concatenate(gone))
             self.first = passed
 
-    def _hold(self, upto: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _hold(
+        self, upto: np.ndarray, old: np.ndarray, new: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Give each row physical pages up to logical page `upto`; returns row, logical and physical page of each new one.
 
-        A row without pages leaves out those that no query after `lengths` tokens can see (a prompt past its window).
+        A row without pages leaves out those that no query from token `old` on can see. Where `old` is 0 the queries of
+        this very append see the new tokens as they came, so only those after token `new` count (a prompt past its window).
         """
         if self.window is not None and not self.recording:
+            lengths = np.where(old > 0, old, new)
             passed = np.minimum(np.maximum(lengths - self.window + 1, 0) // self.page_size, upto)
             empty = self.first == self.held
             self.first = np.where(empty, np.maximum(self.first, passed), self.first)
@@ -243,7 +247,7 @@ class BlockTable:
         targets = self.pool.take(len(shared))
         self.pages[shared, open_page[shared]] = targets
         self.pool.release(sources)
-        self._hold(-(-new // P), new)
+        self._hold(-(-new // P), old, new)
         count = new - old
         rows, token = np.repeat(np.arange(self.batch), count), _ranges(old, count)
         stored = token // P >= self.first[rows]
@@ -257,7 +261,7 @@ class BlockTable:
         new = self.lengths
         exact = self.residual + (min(columns, HOLD) if self.recording else 0)
         upto = np.maximum((new - exact) // self.page_size, self.held)
-        rows, index, pages = self._hold(upto, new)
+        rows, index, pages = self._hold(upto, old, new)
         return Append(
             before, columns, old, new, self._skip(before, columns), (_NONE, _NONE),
             _NONE, _NONE, _NONE, _NONE, rows, index, pages,
@@ -292,8 +296,11 @@ class BlockTable:
         keep = np.clip(keep, self.first, self.held)
         gone = [self.pages[b, keep[b] : self.held[b]] for b in range(self.batch)]
         self.pool.release(np.concatenate([np.zeros(0, np.int32), *gone]))
-        self.held = keep
+        self.held, self.first = keep, self.first.copy()
+        self.held[new == 0] = self.first[new == 0] = 0
         self.seen = after
+        if after == 0:
+            self.starts, self.padding = np.zeros_like(self.starts), None
         recording, self.recording = self.recording, False
         self._release_passed(new)
         self.recording = recording
@@ -306,6 +313,8 @@ class BlockTable:
         if np.array_equal(index, np.arange(self.batch)):
             return
         old = self.all_pages()
+        if self.padding is not None and len(self.padding) == self.batch:
+            self.padding = self.padding[index]
         self.pages, self.starts = self.pages[index], self.starts[index]
         self.first, self.held = self.first[index], self.held[index]
         self.pool.share(self.all_pages())

@@ -78,6 +78,8 @@ def exact_runs(view: KVView, queries: int) -> Iterator[Run]:
         sealed = view.sealed.long().view(-1, 1)
         token = sealed + (slot - sealed) % C
         used = (token < lengths) & (token >= view.sinks)
+        if view.window is not None:  # the ring may reach back further than the window
+            used &= token >= view.offset - view.starts.long().view(-1, 1)
         yield Run(view.ring_keys, view.ring_values, torch.where(used, token, -1), True)
     if view.new_keys is not None and view.new_values is not None:
         step = _run_tokens(view, queries)

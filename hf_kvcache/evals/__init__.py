@@ -1,0 +1,1 @@
+"""Quality measured through the cache: perplexity, KL divergence, top-1 agreement, bytes."""

@@ -1,0 +1,49 @@
+"""The table for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HEADER = (
+    "cache",
+    "perplexity",
+    "change %",
+    "95 % interval",
+    "mean KL",
+    "99 % KL",
+    "top-1 %",
+    "bits",
+    "MiB",
+    "tokens/s",
+)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Results (see `perplexity.measure`) as aligned columns, a row a cache."""
+    rows = [HEADER, *(_cells(result) for result in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def _cells(result: dict[str, Any]) -> tuple[str, ...]:
+    interval = result["change_interval"]
+    return (
+        result["cache"]["text"],
+        f"{result['perplexity']:.4f}",
+        f"{result['change_percent']:+.3f}",
+        "-" if interval is None else f"{interval[0]:+.3f} .. {interval[1]:+.3f}",
+        f"{result['kl_mean']:.6f}",
+        f"{result['kl_p99']:.6f}",
+        f"{100 * result['top1']:.2f}",
+        f"{result['bits_per_element']:.2f}",
+        f"{result['bytes'] / 2**20:.2f}",
+        f"{result['tokens_per_second']:.1f}",
+    )
