@@ -43,7 +43,6 @@ class Case:
     sinks: int = 0
     residual: int = 0
     window: int | None = None
-    offset: int = 0
     dtype: torch.dtype = torch.float16
     spread: float = 1.0
 
@@ -75,14 +74,16 @@ def make(case: Case, seed: int = 0) -> tuple[KVView, torch.Tensor]:
     for side, x in (("k", keys.to(case.dtype)), ("v", values.to(case.dtype))):
         for name, array in codec.encode(x, side, layout).items():
             fields[name].copy_(array)
+    longest = max(case.lengths)
+    offset = 0
+    if case.window is not None and not case.sinks:
+        offset = max(0, longest + case.new - case.window - case.queries)
     order = torch.randperm(count, generator=g)
     table = torch.full((B, most + 2), BOGUS, dtype=torch.int32)
     for b, n in enumerate(sealed):
         used = -(-n // P)
         table[b, :used] = order[b * most : b * most + used]
-        if case.window is not None:
-            passed = max(0, n - (case.window + case.queries)) // P
-            table[b, :passed] = BOGUS
+        table[b, : max(0, offset - (longest - n)) // P] = BOGUS  # pages that the window has passed
         if n % P:
             poison_slots(layout, fields, int(table[b, used - 1]), n % P)
     for page in order[B * most :]:
@@ -108,18 +109,17 @@ def make(case: Case, seed: int = 0) -> tuple[KVView, torch.Tensor]:
         if case.new:
             # [B, T, H, D] memory, as projections leave it
             extra[f"new_{name}"] = exact(case.new, d).transpose(1, 2).contiguous().transpose(1, 2)
-    longest = max(case.lengths)
     view = KVView(
         layout=layout,
         slabs=slabs,
         addresses=addresses,
         table=table,
-        starts=torch.tensor([longest - n + case.offset for n in case.lengths], dtype=torch.int32),
+        starts=torch.tensor([longest - n for n in case.lengths], dtype=torch.int32),
         lengths=torch.tensor(case.lengths, dtype=torch.int32),
         sealed=torch.tensor(sealed, dtype=torch.int32),
         max_length=longest,
-        columns=longest + case.new,
-        offset=case.offset,
+        columns=longest + case.new - offset,
+        offset=offset,
         window=case.window,
         **extra,
     )
