@@ -42,3 +42,24 @@ def attend(call: AttendCall) -> torch.Tensor:
     from hf_kvcache.ops.triton.run import decode
 
     return decode(call)
+
+
+def latent_why_not(call: AttendCall) -> str | None:
+    """None, or why the absorbed MLA kernel cannot serve this call (see `run.decode_latent` for its shapes)."""
+    layout = call.view.layout
+    key, value = layout.spec.key, layout.spec.value
+    if call.query.device.type != "cuda" and not interpreted():
+        return f"the query is on {call.query.device.type}, not on a GPU"
+    if call.query.dtype not in _DTYPES:
+        return f"the query is {call.query.dtype}; accepted: float16, bfloat16, float32"
+    if not layout.transposed or layout.heads != 1:
+        return "latents are stored as one head in the GPU layout (transposed=True)"
+    if key.rotate or (key.kind == "int" and key.bits != 8) or (key.scaled and (key.per, key.groups(1, layout.key_dim)) != ("token", 1)):
+        return "latents must be exact, fp8, or 8-bit with one scale a token, without rotation"
+    if not key.symmetric or value.scaled:
+        return "latents must be symmetric codes, and rope keys exact"
+    if any(d & (d - 1) or d < 16 for d in (layout.key_dim, layout.value_dim, layout.page_size)):
+        return "the latent dim, the rope dim and the page size must be powers of two of 16 or more"
+    if call.mask is not None or call.softcap is not None or call.sinks is not None or call.view.window is not None:
+        return "masks, soft caps, sink logits and windows are not served"
+    return None

@@ -92,3 +92,18 @@ def plan(chip: Chip, key: Side, value: Side, page: int, itemsize: int, rows: int
     splits = max(1, min(-(-2 * chip.processors // programs), -(-tokens // 256), 512))
     bound = SCRATCH_BYTES // (work * rows * value.dim * 4)
     return Plan(Tile(page, n, block, stages, 32), warps, max(1, min(splits, bound)))
+
+
+def latent_plan(chip: Chip, latent: Side, rope: Side, page: int, itemsize: int, rows: int, work: int, tokens: int) -> Plan:
+    """The launch of absorbed MLA: wide row blocks, because every block reads all latents again."""
+    roomy = chip.shared >= 160 << 10
+    block = min(64 if roomy else 16, max(16, 1 << (rows - 1).bit_length()))
+    n = min(page, 64 if roomy else 32)
+    stage = n * (latent.dim * (itemsize if latent.kind == "exact" else 1) + rope.dim * itemsize)
+    stages = 3
+    while stages > 1 and stage * (stages - 1) > chip.shared * 5 // 8:
+        stages -= 1
+    programs = work * -(-rows // block)
+    splits = max(1, min(-(-chip.processors // programs), -(-tokens // 256), 512))
+    bound = SCRATCH_BYTES // (work * rows * latent.dim * 4)
+    return Plan(Tile(page, n, block, stages, 32), 8 if roomy or block > 16 else 4, max(1, min(splits, bound)))

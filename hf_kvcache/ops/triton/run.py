@@ -11,6 +11,7 @@ import triton.language as tl
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.triton import launch, rotation
 from hf_kvcache.ops.triton.decode import decode_merge, decode_split
+from hf_kvcache.ops.triton.latent import latent_split
 from hf_kvcache.ops.triton.sides import power, side
 
 LOG2E = math.log2(math.e)
@@ -19,6 +20,31 @@ _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl
 
 def _unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _pair(
+    keys: torch.Tensor | None, values: torch.Tensor | None, spare: torch.Tensor
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Exact keys and values as kernel arguments, with their first three strides; `spare` where there are none."""
+    if keys is None or values is None or keys.shape[2] == 0:
+        return [spare, spare], [0] * 6
+    keys, values = _unit_stride(keys), _unit_stride(values)
+    return [keys, values], [*keys.stride()[:3], *values.stride()[:3]]
+
+
+def _aligned(tensors: tuple[torch.Tensor, ...], strides: list[int]) -> bool:
+    """Whether rows of these tensors can be loaded 16 bytes at a time."""
+    return all(x.data_ptr() % 16 == 0 for x in tensors) and all(n % 16 == 0 for n in strides)
+
+
+def _merge(mid_o: torch.Tensor, mid_l: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    B, HQ, Q, splits, D = mid_o.shape
+    decode_merge[(B * HQ * Q,)](
+        mid_o, mid_l, out if sinks is None else sinks, out, splits, HQ, Q, *out.stride()[:3],
+        D=D, D_PAD=power(D), S_PAD=triton.next_power_of_2(splits), CHUNK=min(16, triton.next_power_of_2(splits)),
+        SINK=sinks is not None, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def decode(call: AttendCall, chip: launch.Chip | None = None) -> torch.Tensor:
@@ -35,18 +61,12 @@ def decode(call: AttendCall, chip: launch.Chip | None = None) -> torch.Tensor:
     code = tl.float16 if narrow else tl.float32
     spare = q  # stands for a tensor that the kernel will not read
 
-    def exact_pair(keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[list[torch.Tensor], list[int]]:
-        if keys is None or values is None or keys.shape[2] == 0:
-            return [spare, spare], [0] * 6
-        keys, values = _unit_stride(keys), _unit_stride(values)
-        return [keys, values], [*keys.stride()[:3], *values.stride()[:3]]
-
-    sink, sink_strides = exact_pair(view.sink_keys, view.sink_values)
-    ring, ring_strides = exact_pair(view.ring_keys, view.ring_values)
-    new, new_strides = exact_pair(view.new_keys, view.new_values)
+    sink, sink_strides = _pair(view.sink_keys, view.sink_values, spare)
+    ring, ring_strides = _pair(view.ring_keys, view.ring_values, spare)
+    new, new_strides = _pair(view.new_keys, view.new_values, spare)
     tail = view.sinks > 0 or view.ring_keys is not None or view.new_tokens > 0
     strides = [*sink_strides, *ring_strides, *new_strides]
-    aligned = all(x.data_ptr() % 16 == 0 for x in (*sink, *ring, *new)) and all(n % 16 == 0 for n in strides)
+    aligned = _aligned((*sink, *ring, *new), strides)
     pages = view.table.shape[1] > 0
     rotations = [
         rotation.signs(s.dim, q.dtype, q.device) if s.rotate else (spare, 1.0) for s in (key, value)
@@ -75,9 +95,42 @@ def decode(call: AttendCall, chip: launch.Chip | None = None) -> torch.Tensor:
         RING=1 if view.ring_keys is None else view.ring_keys.shape[2], ALIGNED=aligned, num_warps=plan.warps, num_stages=tile.stages,
         **({"maxnreg": 255} if chip.assembly else {}),
     )  # fmt: skip
-    decode_merge[(B * HQ * Q,)](
-        mid_o, mid_l, call.sinks if call.sinks is not None else spare, out, total, HQ, Q, *out.stride()[:3],
-        D=D, D_PAD=power(D), S_PAD=triton.next_power_of_2(total), CHUNK=min(16, triton.next_power_of_2(total)),
-        SINK=call.sinks is not None, num_warps=4,
+    return _merge(mid_o, mid_l, call.sinks, out)
+
+
+def decode_latent(call: AttendCall, chip: launch.Chip | None = None) -> torch.Tensor:
+    """Absorbed MLA over a view whose keys are latents and whose values are rope keys: `[B, HQ, Q, D_latent]`.
+
+    call.query: `[B, HQ, Q, D_latent + D_rope]`, the key up-projection already in it.
+    """
+    view, layout = call.view, call.view.layout
+    q = _unit_stride(call.query)
+    B, HQ, Q, _ = q.shape
+    chip = chip or launch.chip_of(q.device)
+    narrow = q.dtype != torch.float32
+    latent, rope = (side(layout, s, chip.assembly, chip.native_fp8, narrow) for s in "kv")
+    plan = launch.latent_plan(chip, latent, rope, layout.page_size, q.element_size(), HQ * Q, B, view.max_length)
+    sink, sink_strides = _pair(view.sink_keys, view.sink_values, q)
+    ring, ring_strides = _pair(view.ring_keys, view.ring_values, q)
+    new, new_strides = _pair(view.new_keys, view.new_values, q)
+    strides = [*sink_strides, *ring_strides, *new_strides]
+    tail = view.sinks > 0 or view.ring_keys is not None or view.new_tokens > 0
+    pages = view.table.shape[1] > 0
+    splits = plan.splits if pages else 0
+    out = torch.empty(B, HQ, Q, latent.dim, dtype=q.dtype, device=q.device)
+    if splits + tail == 0:
+        return out.zero_()
+    mid_o = torch.empty(B, HQ, Q, splits + tail, latent.dim, dtype=torch.float32, device=q.device)
+    mid_l = torch.empty(B, HQ, Q, splits + tail, dtype=torch.float32, device=q.device)
+    exact = _TL[q.dtype]
+    tile = plan.tile
+    latent_split[(splits + tail, triton.cdiv(HQ * Q, tile.rows), B)](
+        q, view.table, view.addresses, view.starts, view.lengths, view.sealed, *sink, *ring, *new, mid_o, mid_l,
+        HQ, Q, view.columns + view.offset, splits, call.scale * LOG2E, view.sinks, view.new_tokens,
+        q.stride(0), q.stride(1), q.stride(2), view.table.stride(0), *(s for i, s in enumerate(strides) if i % 3 != 1),
+        C=latent, R=rope, T=tile, XT=exact, KT=exact if latent.kind == "exact" or not narrow else tl.float16,
+        IP="tf32" if narrow else "ieee", D_PAD=power(latent.dim), R_PAD=power(rope.dim), PAGES=pages, TAIL=tail,
+        RING=1 if view.ring_keys is None else view.ring_keys.shape[2], ALIGNED=_aligned((*sink, *ring, *new), strides),
+        num_warps=plan.warps, num_stages=tile.stages, **({"maxnreg": 255} if chip.assembly else {}),
     )  # fmt: skip
-    return out
+    return _merge(mid_o, mid_l, None, out)
