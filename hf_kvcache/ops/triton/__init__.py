@@ -6,6 +6,7 @@ import importlib.util
 
 import torch
 
+from hf_kvcache.formats.spec import PageLayout
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.triton.launch import interpreted
 
@@ -62,4 +63,18 @@ def latent_why_not(call: AttendCall) -> str | None:
         return "the latent dim, the rope dim and the page size must be powers of two of 16 or more"
     if call.mask is not None or call.softcap is not None or call.sinks is not None or call.view.window is not None:
         return "masks, soft caps, sink logits and windows are not served"
+    return None
+
+
+def append_why_not(layout: PageLayout) -> str | None:
+    """None, or why the append kernel cannot encode pages of this layout."""
+    if not layout.transposed:
+        return "the pages are in the CPU layout (transposed=False)"
+    for side, dim in ((layout.spec.key, layout.key_dim), (layout.spec.value, layout.value_dim)):
+        axis = dim if side.per == "token" else layout.page_size
+        group = min(side.group or axis, axis)
+        if side.kind == "int" and side.bits < 8 and dim & (dim - 1):
+            return f"packed codes need a head dim that is a power of two, got {dim}"
+        if side.scaled and side.groups(layout.page_size, dim) > 1 and (group & (group - 1) or axis % group):
+            return f"groups of {group} are no power of two that divides {axis}"
     return None

@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvcache.formats.spec import PageLayout
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.triton import launch, rotation
+from hf_kvcache.ops.triton.append import append_rows
 from hf_kvcache.ops.triton.decode import decode_merge, decode_split
 from hf_kvcache.ops.triton.latent import latent_split
 from hf_kvcache.ops.triton.sides import power, side
@@ -134,3 +136,31 @@ def decode_latent(call: AttendCall, chip: launch.Chip | None = None) -> torch.Te
         num_warps=plan.warps, num_stages=tile.stages, **({"maxnreg": 255} if chip.assembly else {}),
     )  # fmt: skip
     return _merge(mid_o, mid_l, None, out)
+
+
+def append(
+    layout: PageLayout,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    addresses: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    chip: launch.Chip | None = None,
+) -> None:
+    """Encode tokens into pages, byte for byte as `formats.pages` does.
+
+    keys, values: `[N, H, R, D]` in the model's dtype. addresses: int64 `[N]`, the pages they go into, each once.
+    R is the page size (whole pages), or 1 with `slots`, int32 `[N]` (direct formats only).
+    """
+    N, H, R, _ = keys.shape
+    if N == 0:
+        return
+    chip = chip or launch.chip_of(keys.device)
+    keys, values = _unit_stride(keys), _unit_stride(values)
+    key, value = (side(layout, s, False, False, False) for s in "kv")
+    blocks = [s.dim & -s.dim for s in (key, value)]
+    append_rows[(N, H, 2)](
+        keys, values, addresses, addresses if slots is None else slots, *keys.stride()[:3], *values.stride()[:3],
+        blocks[0] ** -0.5, blocks[1] ** -0.5, K=key, V=value, R=R, P=layout.page_size,
+        DK_PAD=triton.next_power_of_2(key.dim), DV_PAD=triton.next_power_of_2(value.dim), K_STEPS=blocks[0].bit_length() - 1,
+        V_STEPS=blocks[1].bit_length() - 1, XT=_TL[keys.dtype], num_warps=1 if R == 1 else 8, enable_fp_fusion=False,
+    )  # fmt: skip
