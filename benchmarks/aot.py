@@ -178,7 +178,7 @@ def _read_amd(name: str, chip: str, kernel: Any, warps: int) -> Report:
         m = re.search(rf"\.{key}:\s+(\d+)", text)
         return int(m.group(1)) if m else -1
 
-    spills = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
+    spills = 4 * number("vgpr_spill_count")  # scalar registers spill into vector ones, not into memory
     report = Report(name, chip, number("vgpr_count"), spills, kernel.metadata.shared, warps)
     for line in text.splitlines():
         m = re.match(r"\s+((?:v|s|ds|global|buffer|flat)_\w+)", line)

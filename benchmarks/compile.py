@@ -25,7 +25,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import aot
-from benchmarks.views import SPECS, empty_view
+from benchmarks.views import LATENTS, SPECS, empty_view
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.triton import launch, run
 
@@ -62,6 +62,33 @@ def measure(chip: str, name: str, dim: int, queries: int) -> tuple[list[str], li
     tile = options["T"]
     page_bytes = view.layout.field_bytes("codes") + view.layout.field_bytes("scales")
     return row(chip, f"{name} D{dim} Q{queries}", kernel, options, page_bytes / tile.page / 8, tile.tokens, dim <= 128)
+
+
+def measure_latent(chip: str, name: str) -> tuple[list[str], list[str]]:
+    """A row of the table for absorbed MLA (128 heads, 512 + 64, bfloat16)."""
+    spec = LATENTS[name]
+    view = empty_view(spec, 1, 512, torch.bfloat16, tokens=32768, value_dim=64)
+    with aot.launches(chip) as got:
+        run.decode_latent(AttendCall(torch.empty(1, 128, 1, 576, dtype=torch.bfloat16), view, 0.1), launch.CHIPS[chip])
+    kernel, options = next((k, o) for n, k, o in got if n == "latent_split")
+    tile = options["T"]
+    page_bytes = view.layout.field_bytes("codes") + view.layout.field_bytes("scales")
+    return row(chip, f"{name} 512+64", kernel, options, page_bytes / tile.page, tile.tokens, False)
+
+
+def measure_append(chip: str, name: str) -> tuple[list[str], list[str]]:
+    """A row of the table for the append kernel: one token of a direct format, or whole pages."""
+    spec = SPECS[name]
+    layout = empty_view(spec, 8, 128, torch.bfloat16).layout
+    x = torch.empty(4, 8, 1 if spec.direct else spec.page_size, 128, dtype=torch.bfloat16)
+    slots = torch.zeros(4, dtype=torch.int32)
+    with aot.launches(chip) as got:
+        run.append(layout, x, x.clone(), torch.zeros(4, dtype=torch.int64), slots, launch.CHIPS[chip])
+    _, kernel, options = got[0]
+    r = aot.read(name, chip, kernel, options["num_warps"])
+    cells = [chip, f"append {name} D128", str(r.warps), str(r.registers), str(r.spills), str(r.shared)]
+    wrong = [f"{chip} append {name}: spills {r.spills} bytes"] if r.spills and chip.startswith("sm_") else []
+    return cells + [""] * (len(COLUMNS) - len(cells)), wrong
 
 
 def row(
@@ -108,9 +135,14 @@ def main() -> int:
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     print("\n".join(lines), flush=True)
     complaints: list[str] = []
+    work: list[tuple[Any, Any]]
     began = time.perf_counter()
-    for case in cases(args.chip, args.format):
-        cells, wrong = measure(*case)
+    work = [(measure, case) for case in cases(args.chip, args.format)]
+    if not args.format:
+        work += [(measure_latent, (chip, name)) for chip in args.chip for name in LATENTS]
+        work += [(measure_append, (chip, name)) for chip in args.chip for name in ("fp8", "int8", "int4", "int4-channel")]
+    for function, case in work:
+        cells, wrong = function(*case)
         complaints += wrong
         lines.append("| " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)

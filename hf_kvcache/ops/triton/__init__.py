@@ -40,6 +40,10 @@ def why_not(call: AttendCall) -> str | None:
 
 def attend(call: AttendCall) -> torch.Tensor:
     """Attention over the view, `[B, HQ, Q, D_v]`; see `hf_kvcache.ops.api.AttendCall`."""
+    if torch.compiler.is_compiling():
+        from hf_kvcache.ops.triton import graph
+
+        return graph.attend(call)
     from hf_kvcache.ops.triton.run import decode
 
     return decode(call)

@@ -83,7 +83,8 @@ def plan(chip: Chip, key: Side, value: Side, page: int, itemsize: int, rows: int
     n = page_tokens(key, value, page)
     row_bytes = sum(s.dim * (itemsize if s.kind == "exact" else 1) / s.planes for s in (key, value))
     stage = int(n * row_bytes)
-    warps = 4 if key.kind == value.kind == "exact" else 2
+    # codes keep two warps busy: fewer warps repeat less of the softmax and of the reads of q and p
+    warps = 2 if chip.assembly and block == 16 and not key.kind == value.kind == "exact" else 4
     stages = 3
     while stages > 1 and stage * (stages - 1) > chip.shared * 3 // 4:
         stages -= 1
@@ -95,15 +96,16 @@ def plan(chip: Chip, key: Side, value: Side, page: int, itemsize: int, rows: int
 
 
 def latent_plan(chip: Chip, latent: Side, rope: Side, page: int, itemsize: int, rows: int, work: int, tokens: int) -> Plan:
-    """The launch of absorbed MLA: wide row blocks, because every block reads all latents again."""
+    """The launch of absorbed MLA. Every row block reads all latents again, from the L2 cache if blocks run together.
+
+    64 rows (Hopper's wgmma) spill, with either tile size; coded latents spill from 32 rows up.
+    """
     roomy = chip.shared >= 160 << 10
-    block = min(64 if roomy else 16, max(16, 1 << (rows - 1).bit_length()))
+    block = 32 if roomy and latent.kind == "exact" and rows > 16 else 16
     n = min(page, 64 if roomy else 32)
-    stage = n * (latent.dim * (itemsize if latent.kind == "exact" else 1) + rope.dim * itemsize)
-    stages = 3
-    while stages > 1 and stage * (stages - 1) > chip.shared * 5 // 8:
-        stages -= 1
+    stage = n * (latent.dim + rope.dim) * itemsize
+    stages = 2 if stage * 2 <= chip.shared else 1
     programs = work * -(-rows // block)
     splits = max(1, min(-(-chip.processors // programs), -(-tokens // 256), 512))
     bound = SCRATCH_BYTES // (work * rows * latent.dim * 4)
-    return Plan(Tile(page, n, block, stages, 32), 8 if roomy or block > 16 else 4, max(1, min(splits, bound)))
+    return Plan(Tile(page, n, block, stages, 32), 8 if roomy else 4, max(1, min(splits, bound)))
