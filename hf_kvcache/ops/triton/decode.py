@@ -149,6 +149,7 @@ def _page_scores(
             o_g = i_h * K.groups * (T.page // 2) + o_2
         elif K.per == "channel":
             o_g = (i_h * K.groups + (c0 + s * N) // K.group) * K.dim
+            b_0 = tl.zeros((b_qs[0].shape[0], K.block_pad), tl.float32)
         for j in tl.static_range(BLOCKS):
             o_c = j * K.block + o_w
             b_x, b_y = _load_codes(p_codes, p_codes1, o_r, o_c, m_w[None, :], FULL, K.row, K)
@@ -162,11 +163,11 @@ def _page_scores(
                     b_f = _pairs(p_scale, o_d, m_w2, FULL)
                     b_q = (b_qs[j * K.planes + i] * (b_f * K.up[i])[None, :]).to(KT)
                     b_s = tl.dot(b_q, b_k, b_s, input_precision=IP)
+                    # what does not depend on the token is gathered apart, so that the dots follow one another
                     if K.bias != 0.0:
-                        b_s -= (tl.sum(b_q.to(tl.float32), 1) * K.bias)[:, None]
+                        b_0 -= b_q.to(tl.float32) * K.bias
                     if not K.symmetric:
-                        b_z = _pairs(p_zero, o_d, m_w2, FULL) * (1.0 / UNIT)
-                        b_s += tl.sum(b_qs[j * K.planes + i] * b_z[None, :], 1)[:, None]
+                        b_0 += b_qs[j * K.planes + i] * (_pairs(p_zero, o_d, m_w2, FULL) * (1.0 / UNIT))[None, :]
                 else:
                     if K.groups == 1:
                         if i == 0 and j == 0:
@@ -187,6 +188,8 @@ def _page_scores(
                 if not K.symmetric:
                     b_z = _pairs(p_zero, o_g + g * (T.page // 2), o_g, True) * (1.0 / UNIT)
                     b_s += sums[g][:, None] * b_z[None, :]
+        if K.per == "channel" and (K.bias != 0.0 or not K.symmetric):
+            b_s += tl.sum(b_0, 1)[:, None]
         parts = parts + (b_s,)
     b_s = join_columns(parts, PARTS)
     if UNIT != 1.0 and not (K.per == "token" and K.groups == 1):

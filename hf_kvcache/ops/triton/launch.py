@@ -86,8 +86,10 @@ def plan(chip: Chip, key: Side, value: Side, page: int, itemsize: int, rows: int
     # codes keep two warps busy: fewer warps repeat less of the softmax and of the reads of q and p
     warps = 2 if chip.assembly and block == 16 and not key.kind == value.kind == "exact" else 4
     stages = 3
-    while stages > 1 and stage * (stages - 1) > chip.shared * 3 // 4:
+    while stages > 2 and stage * (stages - 1) > chip.shared // 2 - (8 << 10):
         stages -= 1
+    if stage > chip.shared - (16 << 10):
+        stages = 1
     blocks = -(-rows // block)
     programs = work * blocks
     splits = max(1, min(-(-2 * chip.processors // programs), -(-tokens // 256), 512))
