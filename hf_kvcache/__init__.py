@@ -16,6 +16,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "make_cache": "caches",
     "PagedCache": "caches",
+    "load_cache": "saving",
+    "PrefixStore": "memory.prefix",
     "attach": "integration.attaching",
     "detach": "integration.attaching",
     "register": "integration",

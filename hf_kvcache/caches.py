@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from hf_kvcache.config import CacheConfig, resolve
 from hf_kvcache.errors import ConfigError, UnsupportedModelError
+from hf_kvcache.fingerprint import config_fingerprint
 from hf_kvcache.layers.paged import Kind, PagedLayer
 from hf_kvcache.memory.table import BlockTable
 from hf_kvcache.ops.api import IMPLS
@@ -38,7 +39,11 @@ class PagedCache(DynamicCache):
         text_config = model_config.get_text_config(decoder=True)
         super().__init__(config=text_config)
         self.config = config
+        self.model_fingerprint = config_fingerprint(model_config)
         self._report: list[LayerReport] = []
+        for index, _ in config.layers:
+            if not -len(self.layers) <= index < len(self.layers):
+                raise ConfigError(f"layers has the key {index}, and the model {len(self.layers)} layers")
         kinds: dict[tuple[Any, ...], Kind] = {}
         for i, given in enumerate(self.layers):
             if type(given) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -88,6 +93,15 @@ class PagedCache(DynamicCache):
         padding = starts.cpu().numpy()
         for kind in self.kinds:
             kind.table.padding = padding
+
+    def save(self, path: str, model: Any = None, tokenizer: Any = None) -> None:
+        """Write the cache to a file or an fsspec URL; see `hf_kvcache.load_cache`.
+
+        model, tokenizer: what made it, for `load_cache` to refuse another one. Raises SavedCacheError.
+        """
+        from hf_kvcache.saving import save_cache
+
+        save_cache(self, path, model, tokenizer)
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,7 @@ class CacheConfig:
     layers: tuple[tuple[int, FormatSpec], ...] = ()
     max_cache_len: int | None = None
     impl: str = "auto"
+    prefix_store: Any = None
 
     def spec_of(self, layer: int, layers: int) -> FormatSpec:
         """The format of one layer out of `layers`."""
@@ -55,6 +56,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
         key, value: another format's name, or SideSpec fields, for one side.
         layers: {layer index: format name}, negative from the end.
         max_cache_len: most columns the cache may hold; memory is then taken at once.
+        prefix_store: a `hf_kvcache.PrefixStore`, where prompts look for beginnings that were encoded before.
         impl: attention implementation, see `hf_kvcache.impl_report()`.
 
     Raises ConfigError for anything else, in words.
@@ -75,12 +77,19 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
     layers = tuple((_layer(index), _spec(_format(fmt_), given)) for index, fmt_ in _mapping(given, "layers").items())
     spec = _spec(FORMATS[fmt], given)
     max_cache_len = _integer(given, "max_cache_len", None, 1)
-    return CacheConfig(str(name), layout, spec, layers, max_cache_len, str(given.get("impl", "auto")))
+    return CacheConfig(str(name), layout, spec, layers, max_cache_len, str(given.get("impl", "auto")), _store(given))
+
+
+def _store(given: dict[str, Any]) -> Any:
+    store = given.get("prefix_store")
+    if store is not None and not (hasattr(store, "find") and hasattr(store, "put")):
+        raise ConfigError(f"prefix_store={store!r}: accepted is a hf_kvcache.PrefixStore")
+    return store
 
 
 _OPTIONS = (
     "page_size", "residual_length", "sinks", "nbits", "q_group_size", "rotate", "key", "value", "layers",
-    "max_cache_len", "impl",
+    "max_cache_len", "impl", "prefix_store",
 )  # fmt: skip
 
 
@@ -130,6 +139,8 @@ def _side(name: str, value: Any, base: SideSpec) -> SideSpec:
     changes = dict(value)
     if "bits" in changes and "kind" not in changes:
         changes["kind"] = "int"
+    if changes.get("kind") == "exact":
+        changes = {"bits": 16, "rotate": False, **changes}
     if changes.get("kind", base.kind) == "int" and "symmetric" not in changes:
         changes["symmetric"] = changes.get("bits", base.bits) == 8
     return dataclasses.replace(base, **changes)

@@ -5,6 +5,7 @@
     ├── UnsupportedModelError (ValueError)  this model has no decoder cache that ours could replace
     ├── CacheUseError (ValueError)          a built cache was called in a way it cannot serve; it is unchanged
     │   └── CacheFullError                  `max_cache_len` would be passed
+    ├── SavedCacheError (ValueError)        a saved cache is damaged or does not fit; nothing was loaded
     ├── StaleViewError (RuntimeError)       a lazy key/value view was read after its layer had moved on
     ├── ImplError (ValueError)              the attention implementation asked for cannot run here, and why
     └── PagePoolError (RuntimeError)        an invariant of the page pool broke: a bug in hf_kvcache
@@ -29,6 +30,10 @@ class CacheUseError(KVCacheError, ValueError):
 
 class CacheFullError(CacheUseError):
     """Appending would pass `max_cache_len`."""
+
+
+class SavedCacheError(KVCacheError, ValueError):
+    """A saved cache is damaged, or was made by something else than what it is loaded for."""
 
 
 class StaleViewError(KVCacheError, RuntimeError):

@@ -2,6 +2,7 @@
 
 - `names`: `ALL_CACHE_IMPLEMENTATIONS` and `GenerationConfig.validate`;
 - `generating`: `GenerationMixin._prepare_cache_for_generation`;
+- `prefilling`: `GenerationMixin._prefill`;
 - `attention`: attention and mask functions, under names of our own.
 
 `attaching` touches single models (two forward hooks each). Works on transformers 5.17 to 5.24: what differs between
@@ -19,6 +20,7 @@ from hf_kvcache.integration.import_hook import when_imported
 _PARTS = {
     "names": ("transformers.generation.configuration_utils",),
     "attention": ("transformers.masking_utils", "transformers.modeling_utils"),
+    "prefilling": ("transformers.generation.utils", "transformers.masking_utils", "transformers.modeling_utils"),
     "generating": ("transformers.generation.utils", "transformers.masking_utils", "transformers.modeling_utils"),
 }
 _active: set[str] = set()

@@ -89,9 +89,13 @@ class PageStore:
     def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy whole pages."""
         if len(sources):
-            data = self.read_pages(sources)
-            for slab, at, rows in self._locate(targets):
-                self.slabs[slab][rows] = data[at]
+            self.put_pages(targets, self.read_pages(sources))
+
+    def put_pages(self, pages: np.ndarray, data: torch.Tensor) -> None:
+        """Put pages down as they are, uint8 `[N, page_bytes]` from any device."""
+        data = data.to(self.device)
+        for slab, at, rows in self._locate(pages):
+            self.slabs[slab][rows] = data[at]
 
     def read_pages(self, pages: np.ndarray) -> torch.Tensor:
         """Pages as they are, uint8 `[N, page_bytes]`."""

@@ -1,0 +1,218 @@
+"""Save a cache to one safetensors file, and load it into another process.
+
+The manifest is JSON in the file's metadata: formats, shapes, versions, fingerprints and a SHA-256 over all of it and
+every tensor. Nothing is unpickled, and nothing is allocated before the manifest and the header agree with the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+import transformers
+
+from hf_kvcache.caches import PagedCache, build
+from hf_kvcache.config import CacheConfig
+from hf_kvcache.errors import ConfigError, KVCacheError, SavedCacheError
+from hf_kvcache.fingerprint import config_fingerprint, model_fingerprint, tokenizer_fingerprint
+from hf_kvcache.formats.spec import FormatSpec, SideSpec
+from hf_kvcache.layers.parts import Exact
+from hf_kvcache.memory.snapshot import restore_table, table_arrays
+
+VERSION = 1
+_TABLE = ("starts", "first", "held", "pages")
+
+
+def save_cache(cache: PagedCache, path: str, model: Any = None, tokenizer: Any = None) -> None:
+    """Write `cache` to a local path or an fsspec URL (`memory://`, `s3://`, ...).
+
+    An old local file stays until the new one is whole.
+
+    model, tokenizer: what made it; `load_cache` then refuses another one. Raises SavedCacheError for a cache with
+    layers that are not in pages.
+    """
+    if len(cache.paged_layers) != len(cache.layers):
+        raise SavedCacheError("only caches whose layers are all in pages can be saved; see cache.describe()")
+    tensors: dict[str, torch.Tensor] = {}
+    physical = []
+    for i, kind in enumerate(cache.kinds):
+        arrays, held = table_arrays(kind.table)
+        physical.append(held)
+        tensors.update({f"kinds.{i}.{name}": torch.from_numpy(a) for name, a in arrays.items()})
+    kinds, layers = list(cache.kinds), []
+    for i, layer in enumerate(cache.paged_layers):
+        k = kinds.index(layer.kind)
+        entry: dict[str, Any] = {"kind": k, "seen": layer.seen, "layout": None}
+        if layer.layout is not None and layer.store is not None and layer.seen:
+            layout = layer.layout
+            entry["layout"] = [layout.heads, layout.key_dim, layout.value_dim, layout.dtype, layout.transposed]
+            pages = layer.store.read_pages(physical[k]).cpu() if len(physical[k]) else torch.empty(0, layout.page_bytes)
+            tensors[f"layers.{i}.pages"] = pages.to(torch.uint8).contiguous()
+            for name in ("ring", "sinks"):
+                held_exact = getattr(layer, name)
+                if held_exact is not None:
+                    tensors[f"layers.{i}.{name}.keys"] = held_exact.keys.cpu().contiguous()
+                    tensors[f"layers.{i}.{name}.values"] = held_exact.values.cpu().contiguous()
+        layers.append(entry)
+    manifest = {
+        "version": VERSION,
+        "written_by": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "config": dataclasses.asdict(dataclasses.replace(cache.config, prefix_store=None)),
+        "kinds": [{"seen": kind.table.seen, "pages": len(held)} for kind, held in zip(kinds, physical, strict=True)],
+        "layers": layers,
+        "model": {"config": cache.model_fingerprint, "weights": None if model is None else model_fingerprint(model)},
+        "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+    }
+    manifest["sha256"] = _checksum(manifest, tensors)
+    _write(str(path), safetensors.torch.save(tensors, {"hf_kvcache": json.dumps(manifest)}))
+
+
+def load_cache(path: str, model: Any, tokenizer: Any = None) -> PagedCache:
+    """Read a cache that `save_cache` wrote, for `model`, onto its device.
+
+    Raises SavedCacheError, with the reason, for a file that is damaged or does not fit.
+    """
+    data = _read(str(path))
+    try:
+        return _load(data, model, tokenizer)
+    except SavedCacheError as error:
+        raise SavedCacheError(f"{path}: {error}") from None
+    except (KVCacheError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+        raise SavedCacheError(f"{path}: not a cache that can be read ({type(error).__name__}: {error})") from None
+    except safetensors.SafetensorError as error:
+        raise SavedCacheError(f"{path}: not a whole safetensors file ({error})") from None
+
+
+def _load(data: bytes, model: Any, tokenizer: Any) -> PagedCache:
+    header = _header(data)
+    manifest = json.loads(header["__metadata__"]["hf_kvcache"])
+    if manifest["version"] != VERSION:
+        raise SavedCacheError(f"its layout has version {manifest['version']}; this hf_kvcache reads {VERSION}")
+    made = manifest["model"]
+    if made["config"] != config_fingerprint(model.config):
+        raise SavedCacheError("it was made by a model with another config")
+    if made["weights"] is not None and made["weights"] != model_fingerprint(model):
+        raise SavedCacheError("it was made by a model with other weights or adapters")
+    if None not in (tokenizer, manifest["tokenizer"]) and manifest["tokenizer"] != tokenizer_fingerprint(tokenizer):
+        raise SavedCacheError("it was made with another tokenizer")
+    cache = build(_config(manifest["config"]), model.config)
+    kinds, layers = cache.kinds, cache.paged_layers
+    if (len(manifest["kinds"]), len(manifest["layers"])) != (len(kinds), len(layers)):
+        raise SavedCacheError(f"it has {len(manifest['layers'])} layers, the model {len(layers)}")
+    device = model.device
+    for i, (layer, entry) in enumerate(zip(layers, manifest["layers"], strict=True)):
+        if kinds.index(layer.kind) != entry["kind"]:
+            raise SavedCacheError(f"layer {i} is of another kind than the model's")
+        if entry["layout"] is None:
+            continue
+        heads, key_dim, value_dim, dtype, transposed = entry["layout"]
+        if getattr(torch, dtype) != model.dtype or transposed != (device.type == "cuda"):
+            where = "GPU" if transposed else "CPU"
+            raise SavedCacheError(f"it holds {dtype}, {where} pages; the model is {model.dtype} on {device}")
+        if not all(isinstance(n, int) and 0 < n < 2**20 for n in (heads, key_dim, value_dim)):
+            raise SavedCacheError(f"layer {i} has absurd sizes {heads}, {key_dim}, {value_dim}")
+        rows = header[f"kinds.{entry['kind']}.starts"]["shape"][0]
+        k, v = (torch.empty(1, heads, 0, d, dtype=model.dtype, device=device) for d in (key_dim, value_dim))
+        layer.lazy_initialization(k, v)
+        for name in ("ring", "sinks"):
+            for side, x in (("keys", k), ("values", v)):
+                key = f"layers.{i}.{name}.{side}"
+                if key in header:
+                    _expect(header, key, [rows, heads, header[key]["shape"][2], x.shape[3]])
+        _expect(header, f"layers.{i}.pages", [manifest["kinds"][entry["kind"]]["pages"], layer.layout.page_bytes])
+    tensors = safetensors.torch.load(data)
+    if manifest.pop("sha256") != _checksum(manifest, tensors):
+        raise SavedCacheError("its checksum is wrong: the file was damaged or changed")
+    physical = []
+    for i, (kind, entry) in enumerate(zip(kinds, manifest["kinds"], strict=True)):
+        arrays = {name: tensors[f"kinds.{i}.{name}"].numpy() for name in _TABLE}
+        physical.append(restore_table(kind.table, arrays, entry["seen"], entry["pages"]))
+    for i, (layer, entry) in enumerate(zip(layers, manifest["layers"], strict=True)):
+        if entry["layout"] is None:
+            continue
+        exact = {
+            name: Exact(*(tensors[f"layers.{i}.{name}.{side}"].to(device) for side in ("keys", "values")))
+            for name in ("ring", "sinks")
+            if f"layers.{i}.{name}.keys" in tensors
+        }
+        layer.restore(device, entry["seen"], physical[entry["kind"]], tensors[f"layers.{i}.pages"], **exact)
+    return cache
+
+
+def _config(given: dict[str, Any]) -> CacheConfig:
+    def spec(fields: dict[str, Any]) -> FormatSpec:
+        sides = {side: SideSpec(**fields[side]) for side in ("key", "value")}
+        return FormatSpec(**{**fields, **sides})
+
+    layers = tuple((int(i), spec(fields)) for i, fields in given["layers"])
+    try:
+        return CacheConfig(**{**given, "spec": spec(given["spec"]), "layers": layers})
+    except ConfigError as error:
+        raise SavedCacheError(f"its format is unknown here: {error}") from None
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise SavedCacheError("it ends before its header does")
+    header = json.loads(data[8 : 8 + size])
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    if end != len(data) - 8 - size:
+        raise SavedCacheError(f"its header speaks of {end} bytes of data, and it has {len(data) - 8 - size}")
+    if "hf_kvcache" not in header.get("__metadata__", {}):
+        raise SavedCacheError("it has no manifest of hf_kvcache")
+    return header  # type: ignore[no-any-return]
+
+
+def _expect(header: dict[str, Any], name: str, shape: list[int]) -> None:
+    if name not in header or header[name]["shape"] != shape:
+        raise SavedCacheError(f"{name} must be {shape}, the file has {header.get(name, {}).get('shape', 'none')}")
+
+
+def _checksum(manifest: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps({k: v for k, v in manifest.items() if k != "sha256"}, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        raw = tensors[name].contiguous().flatten().view(torch.uint8)
+        digest.update(memoryview(np.ascontiguousarray(raw.numpy())))
+    return digest.hexdigest()
+
+
+def _write(path: str, data: bytes) -> None:
+    if "://" in path:
+        import fsspec
+
+        with fsspec.open(path, "wb") as file:  # object stores show a file once it is closed
+            file.write(data)
+        return
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(os.path.abspath(path)), prefix=".saving-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _read(path: str) -> bytes:
+    try:
+        if "://" in path:
+            import fsspec
+
+            with fsspec.open(path, "rb") as file:
+                return bytes(file.read())
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise SavedCacheError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,166 @@
+"""Saved caches: the same numbers in another process, and nothing that does not fit is let in."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_kvcache
+from hf_kvcache import saving
+from hf_kvcache.errors import SavedCacheError
+from tests.grids import CACHE, model, prompt
+
+QUIET = {"do_sample": False, "pad_token_id": 0}
+KINDS = {
+    "direct": ("paged_exact", {"page_size": 16}),
+    "fp8": ("paged_fp8", {"page_size": 16}),
+    "ring": ("paged_int8", {"page_size": 16, "residual_length": 9, "sinks": 2}),
+}
+
+
+def filled(kind: str, which: str = "llama", length: int = 41):
+    name, options = KINDS[kind]
+    cache = hf_kvcache.make_cache(name, model(which).config, **options)
+    ids = prompt(2, length)
+    ids[1, :33] = ids[0, :33]
+    ids = model(which).generate(ids, max_new_tokens=6, **{CACHE: cache}, **QUIET)
+    return cache, ids
+
+
+@pytest.mark.parametrize("which", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_cache_goes_on_as_if_never_saved(kind: str, which: str, tmp_path: Path) -> None:
+    cache, ids = filled(kind, which)
+    cache.save(tmp_path / "it", model(which))
+    loaded = hf_kvcache.load_cache(tmp_path / "it", model(which))
+    assert loaded.stats()["pages"]["live"] == cache.stats()["pages"]["live"]
+    steps = []
+    for one in (cache, loaded):
+        hf_kvcache.attach(model(which))
+        steps.append([])
+        token = ids[:, -1:]
+        for _ in range(32):
+            logits = model(which)(token, **{CACHE: one}).logits[:, -1:]
+            steps[-1].append(logits)
+            token = logits.argmax(-1)
+    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
+
+
+def test_a_fresh_process_goes_on(tmp_path: Path) -> None:
+    cache, ids = filled("ring")
+    cache.save(tmp_path / "it")
+    torch.save(ids, tmp_path / "ids")
+    code = (
+        "import sys, torch, hf_kvcache; torch.set_num_threads(1); from tests.grids import model, CACHE\n"
+        "llama, ids = model('llama'), torch.load(sys.argv[1] + '/ids')\n"
+        "cache = hf_kvcache.load_cache(sys.argv[1] + '/it', llama)\n"
+        "out = llama.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0, **{CACHE: cache})\n"
+        "sys.stdout.write(str(out.tolist()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = model("llama").generate(ids, max_new_tokens=32, **{CACHE: cache}, **QUIET)
+    assert json.loads(done.stdout) == expected.tolist()
+
+
+def test_empty_caches_and_layers_that_were_never_updated(tmp_path: Path) -> None:
+    llama = model("llama")
+    cache = hf_kvcache.make_cache("paged_fp8", llama.config)
+    cache.save(tmp_path / "empty")
+    assert hf_kvcache.load_cache(tmp_path / "empty", llama).get_seq_length() == 0
+    k = torch.randn(1, 2, 70, 16)
+    cache.update(k, k, 0)
+    cache.save(tmp_path / "half")
+    loaded = hf_kvcache.load_cache(tmp_path / "half", llama)
+    loaded.update(k, k, 1)
+    assert [layer.seen for layer in loaded.paged_layers] == [70, 70]
+
+
+def test_urls(tmp_path: Path) -> None:
+    cache, _ = filled("fp8")
+    cache.save("memory://caches/one")
+    loaded = hf_kvcache.load_cache("memory://caches/one", model("llama"))
+    assert torch.equal(loaded.layers[0].keys, cache.layers[0].keys)
+
+
+def rewrite(data: bytes, change) -> bytes:
+    """The file with another manifest, its checksum made right again."""
+    import safetensors.torch
+
+    tensors = safetensors.torch.load(data)
+    manifest = json.loads(saving._header(data)["__metadata__"]["hf_kvcache"])
+    change(manifest, tensors)
+    manifest["sha256"] = saving._checksum(manifest, tensors)
+    return safetensors.torch.save(tensors, {"hf_kvcache": json.dumps(manifest)})
+
+
+WRONG = {
+    "version": (lambda m, t: m.update(version=9), "version 9"),
+    "config": (lambda m, t: m["model"].update(config="0" * 64), "another config"),
+    "weights": (lambda m, t: m["model"].update(weights="0" * 64), "other weights"),
+    "layers": (lambda m, t: m["layers"].pop(), "it has 1 layers, the model 2"),
+    "format": (lambda m, t: m["config"]["spec"]["key"].update(kind="fp9"), "its format is unknown here"),
+    "sizes": (lambda m, t: m["layers"][0]["layout"].__setitem__(1, 2**60), "absurd sizes"),
+    "dtype": (lambda m, t: m["layers"][0]["layout"].__setitem__(3, "float16"), "it holds float16"),
+    "page count": (lambda m, t: m["kinds"][0].update(pages=10**12), "pages must be"),
+    "table": (lambda m, t: t["kinds.0.held"].fill_(10**9), "contradicts itself"),
+    "ring": (lambda m, t: t.update({"layers.0.ring.keys": torch.zeros(9, 2, 16, 16)}), "ring.keys must be"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_manifests_that_do_not_fit_are_refused_in_words(what: str, tmp_path: Path) -> None:
+    cache, _ = filled("ring")
+    cache.save(tmp_path / "it")
+    change, words = WRONG[what]
+    (tmp_path / "it").write_bytes(rewrite((tmp_path / "it").read_bytes(), change))
+    with pytest.raises(SavedCacheError, match=words):
+        hf_kvcache.load_cache(tmp_path / "it", model("llama"))
+
+
+def test_damage_is_refused(tmp_path: Path) -> None:
+    cache, _ = filled("fp8")
+    cache.save(tmp_path / "it")
+    data = (tmp_path / "it").read_bytes()
+    for cut in (0, 4, 100, len(data) // 2, len(data) - 1):
+        (tmp_path / "it").write_bytes(data[:cut])
+        with pytest.raises(SavedCacheError):
+            hf_kvcache.load_cache(tmp_path / "it", model("llama"))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        at, bit = int(torch.randint(len(data), (), generator=generator)), int(torch.randint(8, (), generator=generator))
+        fuzzed = bytearray(data)
+        fuzzed[at % 4000 if bit < 4 else at] ^= 1 << bit
+        (tmp_path / "it").write_bytes(bytes(fuzzed))
+        with pytest.raises(SavedCacheError):
+            hf_kvcache.load_cache(tmp_path / "it", model("llama"))
+
+
+def test_a_save_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, _ = filled("fp8")
+    cache.save(tmp_path / "it")
+    before = (tmp_path / "it").read_bytes()
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        copy.deepcopy(cache).save(tmp_path / "it")
+    assert (tmp_path / "it").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+    with pytest.raises(SavedCacheError, match="cannot be read"):
+        hf_kvcache.load_cache(tmp_path / "none", model("llama"))
