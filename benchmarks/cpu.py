@@ -31,7 +31,7 @@ from transformers.utils import is_optimum_quanto_available
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import hf_kvcache
-from benchmarks.timing import CLOCKS, interleave, ratio, read_bandwidth
+from benchmarks.turns import CLOCKS, interleave, ratio, read_bandwidth
 from hf_kvcache.caches import make_cache
 from hf_kvcache.evals.models import load
 from hf_kvcache.evals.record import append, environment

@@ -1,47 +1,42 @@
-"""Fair timing on a machine that is never quite alone: contestants take turns in every round, medians are compared."""
+"""Times of GPU work: medians, with the L2 cache emptied before each run. On a CPU, wall time."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
-Step = Callable[[], object]
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # cpu: of all threads together
 
+class Timer:
+    """Times calls on one device. `runs` is the number of timed calls."""
 
-def interleave(steps: Mapping[str, Step], rounds: int, slice_s: float, clock: str) -> dict[str, list[float]]:
-    """Seconds of one step of each contestant, one figure a round.
+    def __init__(self, device: str, runs: int) -> None:
+        self.device, self.runs = device, runs
+        self._flush = torch.empty((256 << 20) if device == "cuda" else 1, dtype=torch.uint8, device=device)
 
-    In every round each contestant runs steps for about `slice_s` seconds, at least one, in turn, so that what disturbs
-    a round disturbs all of them.
-    """
-    now = CLOCKS[clock]
-    repeats = {}
-    for name, step in steps.items():
-        step()
-        begin = time.perf_counter()
-        step()
-        repeats[name] = max(1, min(200, int(slice_s / max(time.perf_counter() - begin, 1e-7))))
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            begin = now()
-            for _ in range(repeats[name]):
-                step()
-            seconds[name].append((now() - begin) / repeats[name])
-    return seconds
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Median time of `call`."""
+        if self.device != "cuda":
+            began = time.perf_counter()
+            call()
+            return time.perf_counter() - began
+        for _ in range(3):
+            call()
+        times = []
+        for _ in range(self.runs):
+            self._flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        return statistics.median(times)
 
-
-def ratio(slow: list[float], fast: list[float]) -> float:
-    """How many times faster: the median over rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
-
-
-def read_bandwidth(clock: str, megabytes: int = 256, rounds: int = 7) -> float:
-    """Bytes a second that summing a large float32 tensor reads, the best of some rounds, on torch's threads."""
-    x = torch.ones(megabytes << 18)
-    seconds = interleave({"sum": x.sum}, rounds, 0.0, clock)["sum"]
-    return x.numel() * 4 / min(seconds)
+    def copy_bandwidth(self) -> float:
+        """Bytes per second that a plain copy reads and writes."""
+        source = torch.empty((1 << 30) if self.device == "cuda" else 1 << 20, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() / self.seconds(lambda: target.copy_(source))
