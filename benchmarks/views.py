@@ -8,6 +8,7 @@ from hf_kvcache.formats.pages import field_view
 from hf_kvcache.formats.spec import FORMATS, FormatSpec, PageLayout, SideSpec
 from hf_kvcache.ops.view import KVView
 
+
 def _low(bits: int, per: str = "token", group: int | None = None, rotate: bool = False) -> SideSpec:
     return SideSpec("int", bits, per, group, symmetric=False, rotate=rotate)  # type: ignore[arg-type]
 
@@ -36,7 +37,13 @@ LATENTS: dict[str, FormatSpec] = {
 
 
 def empty_view(
-    spec: FormatSpec, heads: int, dim: int, dtype: torch.dtype, batch: int = 1, tokens: int = 1024, value_dim: int | None = None
+    spec: FormatSpec,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    batch: int = 1,
+    tokens: int = 1024,
+    value_dim: int | None = None,
 ) -> KVView:
     """A view with tables and lengths but only as much memory as its addresses need: to compile, not to run."""
     name = str(dtype).removeprefix("torch.")
@@ -47,11 +54,20 @@ def empty_view(
     full = torch.full((batch,), tokens, dtype=torch.int32)
     exact = {}
     if spec.sinks:
-        exact |= {f"sink_{s}": torch.empty(batch, heads, spec.sinks, d, dtype=dtype) for s, d in (("keys", dim), ("values", layout.value_dim))}
+        exact |= {
+            f"sink_{s}": torch.empty(batch, heads, spec.sinks, d, dtype=dtype)
+            for s, d in (("keys", dim), ("values", layout.value_dim))
+        }
     if not spec.direct:
         capacity = -(-(spec.residual + 2 * P) // P) * P
-        exact |= {f"ring_{s}": torch.empty(batch, heads, capacity, d, dtype=dtype) for s, d in (("keys", dim), ("values", layout.value_dim))}
-        exact |= {f"new_{s}": torch.empty(batch, heads, 1, d, dtype=dtype) for s, d in (("keys", dim), ("values", layout.value_dim))}
+        exact |= {
+            f"ring_{s}": torch.empty(batch, heads, capacity, d, dtype=dtype)
+            for s, d in (("keys", dim), ("values", layout.value_dim))
+        }
+        exact |= {
+            f"new_{s}": torch.empty(batch, heads, 1, d, dtype=dtype)
+            for s, d in (("keys", dim), ("values", layout.value_dim))
+        }
     return KVView(
         layout, (slab,), torch.zeros(pages, dtype=torch.int64), torch.zeros(batch, pages, dtype=torch.int32),
         torch.zeros(batch, dtype=torch.int32), full, full, tokens, tokens + (0 if spec.direct else 1), **exact,
@@ -59,7 +75,14 @@ def empty_view(
 
 
 def filled_view(
-    spec: FormatSpec, heads: int, dim: int, dtype: torch.dtype, batch: int, tokens: int, device: str, value_dim: int | None = None
+    spec: FormatSpec,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    batch: int,
+    tokens: int,
+    device: str,
+    value_dim: int | None = None,
 ) -> KVView:
     """A view of `tokens` random tokens a row, its pages in random order."""
     P = spec.page_size
@@ -93,9 +116,7 @@ def filled_view(
         return torch.full((batch,), n, dtype=torch.int32, device=device)
 
     addresses = pages.data_ptr() + torch.arange(batch * used, device=device) * layout.page_bytes
-    return KVView(
-        layout, (pages,), addresses, table, each(0), each(stored), each(sealed), stored, tokens, **exact
-    )
+    return KVView(layout, (pages,), addresses, table, each(0), each(stored), each(sealed), stored, tokens, **exact)
 
 
 def bytes_read(view: KVView) -> int:

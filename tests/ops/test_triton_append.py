@@ -106,7 +106,9 @@ def test_tokens(sides: tuple[SideSpec, SideSpec]) -> None:
     for field in case.layout.fields.values():
         axis = 2 if field.name == "k_codes" else 3
         target = codec.field_view(blank, field)
-        target.index_copy_(axis, torch.tensor(used), codec.field_view(want, field).index_select(axis, torch.tensor(used)))
+        target.index_copy_(
+            axis, torch.tensor(used), codec.field_view(want, field).index_select(axis, torch.tensor(used))
+        )
     assert torch.equal(got, blank)
 
 

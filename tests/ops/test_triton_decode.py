@@ -16,22 +16,22 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: set TRITON_INTERPRET=1", allow_module_level=True)
 
-from tests.ops import interpreter
-from tests.ops.triton_views import E5M2, EXACT, FP8, INT8, INT8_ROTATED, INT8_ZERO, Case, low, make
-
 from hf_kvcache.ops import reference
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.triton import launch, why_not
 from hf_kvcache.ops.triton.run import decode
+from tests.ops import interpreter
+from tests.ops.triton_views import E5M2, EXACT, FP8, INT8, INT8_ROTATED, INT8_ZERO, Case, low, make
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 RINGED = {"lengths": (150, 37), "residual": 20, "sinks": 4, "new": 1}
 
 
 def exact_and_tolerance(call: AttendCall) -> tuple[torch.Tensor, float]:
-    """The answer in float64, and how far from it a kernel may be: twice the error of plain attention in the model's dtype.
+    """The answer in float64, and how far from it a kernel may be.
 
-    Both read the same decoded bytes. One unit in the last place of the largest output is added, for storing it.
+    That is twice the error of plain attention in the model's dtype on the same decoded bytes, and one unit in the
+    last place of the largest output, for storing it.
     """
     query = call.query
     keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in reference.decode(call.view))

@@ -5,6 +5,9 @@ The arithmetic is that of `formats.scalar` and `formats.hadamard`, step by step:
 butterflies in the same order. Launches must not fuse multiplications into additions (`enable_fp_fusion=False`).
 """
 
+# Branches on constexpr values choose code, they are not expressions: no rewriting into ternaries or `and`.
+# ruff: noqa: B007, SIM102, SIM108, SIM300
+
 import triton
 import triton.language as tl
 
@@ -177,7 +180,7 @@ def append_rows(
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     K_STEPS: tl.constexpr, V_STEPS: tl.constexpr, XT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, heads, 2): rows `[N, H, R, D]` into slots `SLOTS[n] ..` of the page at `ADDRESSES[n]`; keys, then values."""
+    """Grid (N, heads, 2), keys then values: rows `[N, H, R, D]` into slots `SLOTS[n] ..` of page `ADDRESSES[n]`."""
     i_n = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     addr = tl.load(ADDRESSES + i_n)

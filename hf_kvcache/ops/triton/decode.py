@@ -10,6 +10,9 @@ zero points in as `z * sum(q)` and `sum(p * z)`.
 Names: i_* program indices, o_* offsets, p_* pointers, b_* blocks in registers, m_* masks.
 """
 
+# Branches on constexpr values choose code, they are not expressions: no rewriting into ternaries or `and`.
+# ruff: noqa: B007, SIM102, SIM108, SIM300
+
 import triton
 import triton.language as tl
 
@@ -63,9 +66,7 @@ def _rotated(b_q, ROT, o_col, m_col, D: tl.constexpr, D_PAD: tl.constexpr, norm,
 
 
 @triton.jit
-def _queries(
-    p_q, m_row, ROT, q_factor, norm, K: tl.constexpr, D_PAD: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr
-):
+def _queries(p_q, m_row, ROT, q_factor, norm, K: tl.constexpr, D_PAD: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr):
     """q, cut as the keys are: a tile `[rows, block]` for each block and plane, and each group's sum of q."""
     if K.rotate:
         o_d = tl.arange(0, D_PAD)
@@ -121,10 +122,11 @@ def _load_codes(p_codes, p_codes1, o_r, o_c, m, FULL: tl.constexpr, ROW: tl.cons
 
 @triton.jit
 def _page_scores(
-    addr, i_h, o_t, o_2, c0, b_qs, sums, K: tl.constexpr, T: tl.constexpr, XT: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr
-):
+    addr, i_h, o_t, o_2, c0, b_qs, sums,
+    K: tl.constexpr, T: tl.constexpr, XT: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
     """Scores `[rows, tokens]`, in base 2, of the tokens `o_t` of the page at `addr`."""
-    UNIT: tl.constexpr = K.unit * 2.0 ** -K.center
+    UNIT: tl.constexpr = K.unit * 2.0**-K.center
     ET: tl.constexpr = XT if K.kind == "exact" else tl.uint8
     head = i_h.to(tl.int64) * T.page * K.row
     p_codes = _field(addr, K.codes, ET) + head

@@ -4,6 +4,9 @@ Pages hold the latents as keys (one head, `D` numbers a token, coded or exact) a
 exact). A query row is its latent part and its rope part side by side; the output is a mix of latents.
 """
 
+# Branches on constexpr values choose code, they are not expressions: no rewriting into ternaries or `and`.
+# ruff: noqa: B007, SIM102, SIM108, SIM300
+
 import triton
 import triton.language as tl
 
@@ -74,7 +77,7 @@ def latent_split(
     D_PAD: tl.constexpr, R_PAD: tl.constexpr, PAGES: tl.constexpr, TAIL: tl.constexpr, RING: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits (+ 1 if TAIL), row blocks, B). MID_O: float32 `[B, heads, n_q, splits (+ 1), D]`; MID_L without D."""
+    """Grid (splits (+ 1 if TAIL), row blocks, B). MID_O: float32 `[B, heads, n_q, all splits, D]`; MID_L without D."""
     i_s = tl.program_id(0)
     i_b = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(1) * T.rows + tl.arange(0, T.rows)
@@ -143,8 +146,12 @@ def latent_split(
                 in_new = i >= t_sink + t_ring
                 tile = tl.where(in_sink, i, tl.where(in_new, i - t_sink - t_ring, i - t_sink))
                 count = tl.where(in_sink, n_sink, tl.where(in_new, n_new, n_ring))
-                p_c = tl.where(in_sink, SINK_C + i_b * s_sc0, tl.where(in_new, NEW_C + i_b * s_nc0, RING_C + i_b * s_rc0))
-                p_r = tl.where(in_sink, SINK_R + i_b * s_sr0, tl.where(in_new, NEW_R + i_b * s_nr0, RING_R + i_b * s_rr0))
+                p_c = tl.where(
+                    in_sink, SINK_C + i_b * s_sc0, tl.where(in_new, NEW_C + i_b * s_nc0, RING_C + i_b * s_rc0)
+                )
+                p_r = tl.where(
+                    in_sink, SINK_R + i_b * s_sr0, tl.where(in_new, NEW_R + i_b * s_nr0, RING_R + i_b * s_rr0)
+                )
                 s_c = tl.where(in_sink, s_sc2, tl.where(in_new, s_nc2, s_rc2))
                 s_r = tl.where(in_sink, s_sr2, tl.where(in_new, s_nr2, s_rr2))
                 if ALIGNED:
