@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import hf_kvcache
 from hf_kvcache.config import LAYOUTS
 from hf_kvcache.errors import KVCacheError
-from hf_kvcache.evals import perplexity
+from hf_kvcache.evals import front, perplexity
 from hf_kvcache.formats.spec import FORMATS
 
 EPILOG = """\
@@ -43,6 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     perplexity.add_arguments(ppl)
     ppl.set_defaults(func=perplexity.run)
+    bits = kinds.add_parser(
+        "front", help=front.ABOUT, description=front.ABOUT, epilog=front.EPILOG, formatter_class=raw
+    )
+    front.add_arguments(bits)
+    bits.set_defaults(func=front.run)
     return parser
 
 

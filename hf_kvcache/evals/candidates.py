@@ -109,7 +109,11 @@ def held_bytes(cache: Cache) -> int:
 def bytes_by_kind(cache: Cache) -> dict[str, int]:
     """The parts of `held_bytes` (codes, scales, residual, ...) where a cache tells them apart; else nothing."""
     stats = getattr(cache, "stats", None)
-    return dict(stats()["bytes"]) if stats is not None else {}
+    if stats is not None:
+        return dict(stats()["bytes"])
+    quantized = [layer for layer in cache.layers if hasattr(layer, "residual_length")]  # transformers' own
+    tensors = [t for layer in quantized for t in (layer.keys, layer.values)]
+    return {"residual": sum(t.numel() * t.element_size() for t in tensors)} if tensors else {}
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:

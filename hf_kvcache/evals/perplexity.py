@@ -73,7 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print the table, append the records; 0. Raises EvalError when there is nothing to report."""
-    from hf_kvcache.evals import models, record, report, text
+    from hf_kvcache.evals import report
+
+    results, control = score(options)
+    print(report.table(results))
+    print(notes(results, control))
+    return 0
+
+
+def score(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measure and append the records; a result a cache, the exact one first, and the control."""
+    from hf_kvcache.evals import models, record, text
     from hf_kvcache.evals.protocol import Protocol
 
     protocol = Protocol(options.windows, options.window, options.prefill, options.chunk, options.batch)
@@ -114,11 +124,9 @@ def run(options: argparse.Namespace) -> int:
     for result in results:
         spec = specs[result["cache"]["text"]]
         result["cache"] |= {"name": spec.name, "options": spec.options}
-    print(report.table(results))
-    print(notes(results, control))
     if options.out:
         record.append(options.out, [{**shared, **result, "control": control} for result in results])
-    return 0
+    return results, control
 
 
 def measure(

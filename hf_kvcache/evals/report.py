@@ -38,12 +38,17 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     return (
         result["cache"]["text"],
         f"{result['perplexity']:.4f}",
-        f"{result['change_percent']:+.3f}",
-        "-" if interval is None else f"{interval[0]:+.3f} .. {interval[1]:+.3f}",
-        f"{result['kl_mean']:.6f}",
-        f"{result['kl_p99']:.6f}",
+        _signed(result["change_percent"]),
+        "-" if interval is None else f"{_signed(interval[0])} .. {_signed(interval[1])}",
+        f"{abs(result['kl_mean']):.6f}",  # below zero by rounding alone
+        f"{abs(result['kl_p99']):.6f}",
         f"{100 * result['top1']:.2f}",
         f"{result['bits_per_element']:.2f}",
         f"{result['bytes'] / 2**20:.2f}",
         f"{result['tokens_per_second']:.1f}",
     )
+
+
+def _signed(percent: float) -> str:
+    """Three digits and a sign, which zero has not."""
+    return f"{percent:+.3f}" if round(percent, 3) else "0.000"

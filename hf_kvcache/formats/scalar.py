@@ -21,7 +21,8 @@ def ceil_bfloat16(x: torch.Tensor) -> torch.Tensor:
 
 def floor_float16(x: torch.Tensor) -> torch.Tensor:
     """Round float32 down to float16 (saturating), so that a zero point never lies above its smallest value."""
-    near = x.clamp(-HALF_MAX, HALF_MAX).half()
+    x = x.clamp(-HALF_MAX, HALF_MAX)
+    near = x.half()
     bits = near.view(torch.int16)
     below = torch.where(bits > 0, bits - 1, bits + 1)
     below = torch.where((bits == 0) | (bits == -32768), torch.full_like(bits, -32767), below)  # under zero: -2^-24
@@ -36,6 +37,9 @@ def quantize(x: torch.Tensor, spec: SideSpec) -> tuple[torch.Tensor, torch.Tenso
     """
     if not spec.symmetric:
         low, high = x.aminmax(dim=-1, keepdim=True)
+        if spec.clip < 1.0:
+            margin = (high - low) * ((1.0 - spec.clip) / 2)
+            low, high = low + margin, high - margin
         zero = floor_float16(low)
         levels = float(2**spec.bits - 1)
         x, span = x - zero.float(), high - zero.float()

@@ -38,6 +38,8 @@ class SideSpec:
     group: values in a group; None is the whole axis (the head dim, or the page).
     symmetric: scale only (codes are signed), or scale and zero point (codes are unsigned).
     rotate: encode after a Hadamard rotation of the head dim (QuaRot, arXiv:2404.00456).
+    clip: share of a group's measured range that the levels span, about its middle; values past it saturate. Below 4
+        bits, levels that reach the extremes are too coarse for all the others. Only encoding knows of it.
     """
 
     kind: Kind
@@ -46,6 +48,7 @@ class SideSpec:
     group: int | None = None
     symmetric: bool = True
     rotate: bool = False
+    clip: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -58,6 +61,8 @@ class SideSpec:
             raise ConfigError(f"symmetric codes need 8 bits, got {self.bits}: use symmetric=False")
         if self.kind.startswith("fp8") and (self.bits != 8 or not self.symmetric):
             raise ConfigError(f"{self.kind} has 8 bits and no zero point")
+        if not 0.5 <= self.clip <= 1.0 or (self.clip < 1.0 and self.symmetric):
+            raise ConfigError(f"clip={self.clip!r}: accepted are 0.5 to 1.0, and below 1.0 only with symmetric=False")
         if self.per not in ("token", "channel"):
             raise ConfigError(f"per={self.per!r} is neither 'token' nor 'channel'")
         if self.group is not None and (not isinstance(self.group, int) or self.group < 8 or self.group % 8):
@@ -177,18 +182,45 @@ class PageLayout:
         return sum(f.nbytes for f in self.fields.values() if ("_codes" in f.name) == is_codes)
 
 
-def _int(bits: int, per: Per = "token", group: int | None = None, rotate: bool = False) -> SideSpec:
-    return SideSpec("int", bits, per, group, symmetric=bits == 8, rotate=rotate)
+def _low(name: str, key: SideSpec, value: SideSpec, about: str) -> FormatSpec:
+    return FormatSpec(name, key, value, residual=64, sinks=4, about=about)
+
+
+def _kivi(bits: int) -> FormatSpec:
+    key = SideSpec("int", bits, "channel", 32, symmetric=False)
+    value = SideSpec("int", bits, "token", 32, symmetric=False)
+    about = f"KIVI at {bits} bits: keys per channel, values per token, 128 exact tokens"
+    return FormatSpec(f"kivi{bits}", key, value, residual=128, about=about)
+
+
+def _keys(bits: int, clip: float = 1.0) -> SideSpec:
+    return SideSpec("int", bits, "channel", 32, symmetric=False, rotate=True, clip=clip)
+
+
+def _values(bits: int, clip: float = 1.0) -> SideSpec:
+    return SideSpec("int", bits, "token", 64, symmetric=False, rotate=True, clip=clip)
 
 
 _EXACT = SideSpec("exact", 16)
+_INT8 = SideSpec("int", 8, rotate=True)
+_K4, _K3, _K2 = _keys(4), _keys(3, clip=0.95), _keys(2, clip=0.9)
+_V4, _V3, _V2 = _values(4), _values(3, clip=0.95), _values(2, clip=0.75)
 
 FORMATS: dict[str, FormatSpec] = {
     spec.name: spec
     for spec in (
         FormatSpec("exact", _EXACT, _EXACT, about="the model's own dtype, in pages"),
         FormatSpec("fp8", SideSpec("fp8_e4m3", 8), SideSpec("fp8_e4m3", 8), about="e4m3, a scale a token and head"),
-        FormatSpec("fp8_e5m2", SideSpec("fp8_e5m2", 8), SideSpec("fp8_e5m2", 8), about="e5m2: wider range, fewer digits"),
-        FormatSpec("int8", _int(8, rotate=True), _int(8, rotate=True), about="rotated, a scale a token and head"),
+        FormatSpec("fp8_e5m2", SideSpec("fp8_e5m2", 8), SideSpec("fp8_e5m2", 8), about="e5m2: more range, fewer digits"),
+        FormatSpec("int8", _INT8, _INT8, about="rotated, a scale a token and head"),
+        _low("int4", _K4, _V4, "rotated, keys per channel, 4 sinks"),
+        _low("int3", _K3, _V3, "as int4 with 3 bits"),
+        _low("int2", _K2, _V2, "as int4 with 2 bits"),
+        _low("k8v4", _INT8, _V4, "8-bit keys, 4-bit values"),
+        _low("k4v3", _K4, _V3, "4-bit keys, 3-bit values"),
+        _low("k4v2", _K4, _V2, "4-bit keys, 2-bit values"),
+        _low("k3v2", _K3, _V2, "3-bit keys, 2-bit values"),
+        _kivi(4),
+        _kivi(2),
     )
 }

@@ -17,6 +17,7 @@ from hf_kvcache.layers.lazy import LazyKV
 from hf_kvcache.memory.indices import IndexCache
 from hf_kvcache.memory.store import PageStore
 from hf_kvcache.memory.table import Append, BlockTable, Crop
+from hf_kvcache.ops.append import encoder
 from hf_kvcache.ops.view import KVView
 
 
@@ -204,8 +205,13 @@ class PagedLayer(CacheLayerMixin):
 
     def _write_tokens(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> None:
         """Direct formats: encode each token where it will stay."""
-        assert self.store is not None
+        assert self.store is not None and self.layout is not None
         self.store.copy_pages(*plan.copies)
+        fused = encoder(self.layout, self.device.type, self.impl)
+        if fused is not None:
+            where = (plan.rows, plan.chunk, plan.pages, plan.slots)
+            fused.write_tokens(self.layout, self.store.addresses, where, k, v)
+            return
         whole = len(plan.rows) == k.shape[0] * k.shape[2]
         rows, chunk = self._tensor(plan.rows), self._tensor(plan.chunk)
         for side, x, spec in (("k", k, self.spec.key), ("v", v, self.spec.value)):
@@ -244,24 +250,36 @@ class PagedLayer(CacheLayerMixin):
         token = np.concatenate([np.arange(lo, hi) for lo, hi in zip(first, lengths, strict=True)])
         base = C if moves else 0  # tokens are taken from [ring | this append], or from this append alone
 
-        def source(row: np.ndarray, token: np.ndarray) -> torch.Tensor:
+        def source(row: np.ndarray, token: np.ndarray) -> np.ndarray:
             new = base + token - old[row] + plan.skip[row]
-            return self._tensor(np.where(token < old[row], token % max(C, 1), new))
+            return np.where(token < old[row], token % max(C, 1), new)
 
-        page = plan.seal_index[:, None] * P
-        sealing = page + np.arange(P)  # sinks stay out of the scales of page 0: a later token stands in for them
-        sealing = np.minimum(np.maximum(sealing, self.spec.sinks), page + P - 1)
+        if len(plan.seal_rows):
+            page = plan.seal_index[:, None] * P
+            sealing = page + np.arange(P)  # sinks stay out of the scales of page 0: a later token stands in for them
+            sealing = np.minimum(np.maximum(sealing, self.spec.sinks), page + P - 1)
+            self._seal(plan, ring, k, v, source(plan.seal_rows[:, None], sealing))
         out = []
-        for side, held, x in (("k", ring.keys, k), ("v", ring.values, v)):
+        for held, x in ((ring.keys, k), (ring.values, v)):
             both = torch.cat((held, x), dim=2) if moves else x
-            if len(plan.seal_rows):
-                at = source(plan.seal_rows[:, None], sealing)
-                tokens = both[self._tensor(plan.seal_rows[:, None]), :, at].transpose(1, 2)  # [N, H, P, D]
-                self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout))
             target = held if size == C else room(x, size)
-            target[self._tensor(rows), :, self._tensor(token % size)] = both[self._tensor(rows), :, source(rows, token)]
+            at = self._tensor(source(rows, token))
+            target[self._tensor(rows), :, self._tensor(token % size)] = both[self._tensor(rows), :, at]
             out.append(target)
         self.ring = Exact(*out)
+
+    def _seal(self, plan: Append, ring: Exact, k: torch.Tensor, v: torch.Tensor, source: np.ndarray) -> None:
+        """Encode the pages that are due; `source` `[N, P]` is where their tokens are in [ring | this append]."""
+        assert self.store is not None and self.layout is not None
+        fused = encoder(self.layout, self.device.type, self.impl)
+        if fused is not None:
+            where = (plan.seal_rows, source, plan.seal_pages)
+            fused.write_pages(self.layout, self.store.addresses, where, k, v, (ring.keys, ring.values))
+            return
+        rows, at = self._tensor(plan.seal_rows[:, None]), self._tensor(source)
+        for side, held, x in (("k", ring.keys, k), ("v", ring.values, v)):
+            tokens = torch.cat((held, x), dim=2)[rows, :, at].transpose(1, 2)  # [N, H, P, D]
+            self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout))
 
     def _tensor(self, x: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(x, device=self.device)

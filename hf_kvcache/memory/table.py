@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -338,8 +339,8 @@ class BlockTable:
         memo[id(self)] = fork
         return fork
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing() and getattr(self, "pages", None) is not None and self.batch:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and getattr(self, "pages", None) is not None and self.batch:
             self.pool.release(self.all_pages())
 
 

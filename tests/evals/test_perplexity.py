@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_kvcache.evals import perplexity, protocol, record, selftest
+from hf_kvcache.evals import perplexity, protocol, record, report, selftest
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,3 +121,13 @@ def test_git_state_is_of_the_package_and_none_outside_a_checkout(tmp_path, monke
     assert record.git_state() is None
     subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
     assert record.git_state() is None, "a package inside someone else's checkout is not of that checkout"
+
+
+def test_the_table_has_no_negative_zeros():
+    row = {
+        "cache": {"text": "paged_exact"}, "perplexity": 17.2, "top1": 1.0, "kl_mean": -3e-9, "kl_p99": 2e-7,
+        "change_percent": -4e-6, "change_interval": (-5e-6, 0.0204),
+        "bits_per_element": 32.5, "bytes": 2**20, "tokens_per_second": 9.0,
+    }  # fmt: skip
+    cells = " ".join(report.table([row]).splitlines()[-1].split())
+    assert cells == "paged_exact 17.2000 0.000 0.000 .. +0.020 0.000000 0.000000 100.00 32.50 1.00 9.0"

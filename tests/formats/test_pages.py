@@ -23,7 +23,8 @@ def sides() -> dict[str, SideSpec]:
             for group in (side.group, None, 32, 64):
                 new = dataclasses.replace(side, group=group) if side.scaled else side
                 rotated = "-rotated" if new.rotate else ""
-                out[f"{new.kind}{new.bits}-{new.per}-g{new.group}{rotated}"] = new
+                clipped = f"-clip{new.clip}" if new.clip < 1 else ""
+                out[f"{new.kind}{new.bits}-{new.per}-g{new.group}{rotated}{clipped}"] = new
     return out
 
 
@@ -49,18 +50,28 @@ def stored(x: torch.Tensor, layout: PageLayout, which: codec.Side) -> torch.Tens
 def half_step(x: torch.Tensor, raw: torch.Tensor, layout: PageLayout, which: codec.Side) -> torch.Tensor:
     """How far a decoded value may be from `x` (both in the basis that was encoded), from the scales that are stored."""
     side = layout.spec.key
-    scale = codec.field_view(raw, layout.fields[f"{which}_scale"]).float()
-    axis = layout.key_dim if side.per == "token" else P
-    group = min(side.group or axis, axis)
-    scale = scale.repeat_interleave(group, dim=2)[:, :, :axis]
-    scale = scale.transpose(2, 3) if side.per == "token" else scale
+    scale = spread(raw, layout, f"{which}_scale")
     if side.kind == "int":
-        step = scale / 2
+        step, span = scale / 2, scale * (2**side.bits - 1)
     else:
         digits, least = (3, 2.0**-9) if side.kind == "fp8_e4m3" else (2, 2.0**-16)
         step = torch.maximum(x.abs() * 2.0 ** -(digits + 1), scale * least / 2)  # normal and subnormal codes
-    # Division and multiplication round once each, in float32; a scale may be too small for float32's normal numbers.
-    return step + 4 * 2.0**-24 * x.abs() + 1e-37
+        span = torch.zeros_like(step)
+    if side.clip < 1.0:  # a value past the levels gets the nearest of them
+        low = spread(raw, layout, f"{which}_zero")
+        step = step + (x - torch.minimum(torch.maximum(x, low), low + span)).abs()
+    # Subtracting the zero, division, product and sum round once each, in float32, numbers up to |x| + span; a scale may
+    # be too small for float32's normal numbers.
+    return step + 4 * 2.0**-24 * (x.abs() + span) + 1e-37
+
+
+def spread(raw: torch.Tensor, layout: PageLayout, name: str) -> torch.Tensor:
+    """Stored scales or zeros, one for each value: `[N, H, P, D]`."""
+    side = layout.spec.key
+    axis = layout.key_dim if side.per == "token" else P
+    x = codec.field_view(raw, layout.fields[name]).float()
+    x = x.repeat_interleave(min(side.group or axis, axis), dim=2)[:, :, :axis]
+    return x.transpose(2, 3) if side.per == "token" else x
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])

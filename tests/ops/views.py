@@ -11,12 +11,13 @@ from hf_kvcache.formats import pages as codec
 from hf_kvcache.formats.spec import FormatSpec, PageLayout
 from hf_kvcache.ops.view import KVView
 
-POISON = 0x7F  # e4m3 NaN; with a second one, a NaN in both 16-bit float types; in four, a float32 NaN-free large number
+POISON = 0xFF  # NaN in every float dtype
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a test view is made of. lengths: stored real tokens of each row; new: tokens of the call itself."""
+    """What a test view is made of. lengths: stored real tokens of each row; new: tokens of the call itself, as many as it
+    has queries where there is a window."""
 
     lengths: Sequence[int]
     heads: int = 2
@@ -48,7 +49,7 @@ def make_view(spec: FormatSpec, shape: Shape, seed: int = 0) -> KVView:
     direct = spec.direct and shape.residual == 0
     sealed = lengths.clone() if direct else (lengths - shape.residual).clamp(min=0) // P * P
     count = -(-longest // P) + 1
-    slab = torch.full((B * count + 1, layout.page_bytes), 0xFF, dtype=torch.uint8)
+    slab = torch.full((B * count + 1, layout.page_bytes), POISON, dtype=torch.uint8)
     order = torch.randperm(B * count, generator=gen)
     table = torch.full((B, count), 2**30, dtype=torch.int32)
     for b in range(B):

@@ -13,6 +13,7 @@ import torch
 from hf_kvcache.formats.spec import PageLayout
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.cpu import driver, threads
+from hf_kvcache.ops.cpu.identity import ByIdentity
 from hf_kvcache.ops.cpu.plan import QUERY_KINDS, Plan, plan
 from hf_kvcache.ops.cpu.problem import CALL, PROBLEM
 from hf_kvcache.ops.view import KVView
@@ -23,6 +24,7 @@ SPLIT_PAGES = 4  # a split is at least so long
 ITEMS_PER_THREAD = 4  # so that threads end together
 
 _CALL = struct.Struct("".join("d" if CALL[name] == float else "q" for name in CALL.names or ()))
+_WORK, _MERGE = driver.work.address, driver.merge.address
 _LOG2E = math.log2(math.e)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in QUERY_KINDS}
 
@@ -32,8 +34,10 @@ class _Workspace(threading.local):
 
     def __init__(self) -> None:
         self.record = torch.zeros(PROBLEM.itemsize, dtype=torch.uint8)
+        self.address = self.record.data_ptr()
         self.bytes = memoryview(self.record.numpy())
         self.plan: Plan | None = None
+        self.plans: ByIdentity[Plan] = ByIdentity()
         self.scratch: dict[tuple[Plan, int], torch.Tensor] = {}
         self.partial = torch.empty(0)
 
@@ -51,6 +55,8 @@ def why_not(call: AttendCall) -> str | None:
         return f"it serves up to {MAX_TOKENS} query tokens, not {query.shape[2]}"
     if query.dtype not in QUERY_KINDS:
         return f"it has no kernels for {query.dtype} queries"
+    if _workspace.plans.get(layout, query.shape[1], query.shape[2], query.dtype, call.softcap is not None):
+        return None  # served before
     return _unserved(layout)
 
 
@@ -72,11 +78,15 @@ def attend(call: AttendCall) -> torch.Tensor:
     if query.stride(3) != 1:
         query = query.contiguous()
     rows, query_heads, tokens, _ = query.shape
-    chosen = plan(layout, query_heads, tokens, query.dtype, call.softcap is not None)
+    capped = call.softcap is not None
+    space = _workspace
+    chosen = space.plans.get(layout, query_heads, tokens, query.dtype, capped)
+    if chosen is None:
+        made = plan(layout, query_heads, tokens, query.dtype, capped)
+        chosen = space.plans.put(layout, made, query_heads, tokens, query.dtype, capped)
     out = torch.empty(rows, tokens, query_heads, layout.value_dim, dtype=query.dtype).transpose(1, 2)
     team, splits = _shares(view, chosen)
     items = rows * layout.heads * splits
-    space = _workspace
     scratch = space.scratch.get((chosen, team))
     if scratch is None:
         scratch = space.scratch[chosen, team] = torch.zeros(team * chosen.scratch_bytes, dtype=torch.uint8)
@@ -85,7 +95,6 @@ def attend(call: AttendCall) -> torch.Tensor:
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     slope, cap = (0.0, 0.0) if call.softcap is None else (-2 * _LOG2E / call.softcap, call.softcap * _LOG2E)
     exact, keep = _exact_tokens(view)
-    record = space.record.data_ptr()
     if space.plan is not chosen:
         space.bytes[CALL.itemsize :] = chosen.record
         space.plan = chosen
@@ -100,9 +109,9 @@ def attend(call: AttendCall) -> torch.Tensor:
         *exact,
         call.scale * (1.0 if call.softcap is not None else _LOG2E), slope, cap,
     )  # fmt: skip
-    threads.run(driver.work.address, record, team)
+    threads.run(_WORK, space.address, team)
     if splits > 1:
-        threads.run(driver.merge.address, record, 1)
+        threads.run(_MERGE, space.address, 1)
     del keep
     return out
 

@@ -57,7 +57,8 @@ def _widen(b: ir.IRBuilder, bits: Any) -> Any:
 
 
 get_float, put_float = _loader(types.float32), _storer(types.float32)
-get_int, get_long, put_long = _loader(types.int32), _loader(types.int64), _storer(types.int64)
+get_int, put_int = _loader(types.int32), _storer(types.int32)
+get_long, put_long = _loader(types.int64), _storer(types.int64)
 get_byte, put_byte = _loader(types.uint8), _storer(types.uint8)
 get_bits, put_bits = _loader(types.uint16), _storer(types.uint16)
 get_bfloat16 = _loader(types.uint16, _widen, types.float32)

@@ -46,3 +46,19 @@ PLAN = np.dtype(
 )
 
 PROBLEM = np.dtype([("call", CALL), ("plan", PLAN)])
+
+# Encoding. One side: where its numbers come from (address and strides in numbers, of the exact ring and of the call's
+# own tokens), and where a page keeps what they become. `kind`: see `encoder`; `bits` of the arrays of codes.
+ENCODED_SIDE = np.dtype(
+    _longs("new new_row new_head new_token ring ring_row ring_head ring_token")
+    + _longs("is_key dim stored kind bits rotation per_channel group groups symmetric")
+    + _longs("codes codes_head more more_head scale zero scale_head")
+    + [("clip", _REAL)]
+)
+
+# What is written: `count` tokens (rows, columns of the call, pages, slots) or whole pages (rows, pages, and for each
+# slot of each the ring slot, or `ring_size` plus the column, that it comes from). Lists of int64.
+APPEND = np.dtype(
+    _longs("addresses count rows columns pages slots ring_size heads page scratch")
+    + [("key", ENCODED_SIDE), ("value", ENCODED_SIDE)]
+)
