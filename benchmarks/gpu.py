@@ -37,7 +37,7 @@ from hf_kvcache.ops.view import KVView
 
 SHAPES = ((1, 4096), (1, 32768), (8, 4096), (8, 16384), (8, 32768), (32, 4096))
 LATENT_SHAPES = ((1, 32768), (32, 4096), (64, 8192))
-DRY_FORMATS = ("exact", "fp8", "int8", "int4", "int2-channel")
+DRY_FORMATS = ("exact", "fp8", "int8", "int4", "token2")
 
 
 class Sink:

@@ -17,19 +17,12 @@ def _ringed(name: str, key: SideSpec, value: SideSpec) -> FormatSpec:
     return FormatSpec(name, key, value, residual=32, sinks=4)
 
 
-# One of each kind of kernel, whatever formats the library names.
+# The library's formats, and the cheapest kernels of low bits: one scale a token.
 SPECS: dict[str, FormatSpec] = {
-    **{name: FORMATS[name] for name in ("exact", "fp8", "fp8_e5m2", "int8")},
-    "int4": _ringed("int4", _low(4), _low(4)),
-    "int3": _ringed("int3", _low(3), _low(3)),
-    "int2": _ringed("int2", _low(2), _low(2)),
-    "int4-channel": _ringed("int4-channel", _low(4, "channel", rotate=True), _low(4, rotate=True)),
-    "int2-channel": _ringed("int2-channel", _low(2, "channel", rotate=True), _low(2, rotate=True)),
-    "kivi4": _ringed("kivi4", _low(4, "channel", 32), _low(4, "token", 32)),
-    "kivi2": _ringed("kivi2", _low(2, "channel", 32), _low(2, "token", 32)),
-    "k8v4": _ringed("k8v4", SideSpec("int", 8, rotate=True), _low(4, rotate=True)),
+    **FORMATS,
+    "token4": _ringed("token4", _low(4), _low(4)),
+    "token2": _ringed("token2", _low(2), _low(2)),
 }
-
 LATENTS: dict[str, FormatSpec] = {
     f"mla-{name}": FormatSpec(f"mla-{name}", key, SideSpec("exact", 16))
     for name, key in (("exact", SideSpec("exact", 16)), ("fp8", SideSpec("fp8_e4m3", 8)), ("int8", SideSpec("int", 8)))

@@ -23,7 +23,7 @@ from benchmarks.views import SPECS, empty_view
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.triton import launch, run
 
-ISSUE_BOUND = {"exact": 0.25, "fp8": 0.6, "int8": 0.75, "int4": 1.0, "int2": 2.0}
+ISSUE_BOUND = {"exact": 0.25, "fp8": 0.6, "int8": 0.75, "token4": 1.0, "token2": 2.0}
 
 
 @pytest.mark.parametrize("name", ISSUE_BOUND)
@@ -36,7 +36,7 @@ def test_hopper_can_issue_fast_enough(name: str) -> None:
     assert float(row["bound H200"]) <= ISSUE_BOUND[name]
 
 
-@pytest.mark.parametrize(("chip", "name"), [("sm_80", "fp8"), ("sm_100", "exact"), ("gfx942", "int4")])
+@pytest.mark.parametrize(("chip", "name"), [("sm_80", "fp8"), ("sm_100", "exact"), ("gfx942", "token4")])
 def test_other_chips(chip: str, name: str) -> None:
     """The oldest without fp8 instructions, the newest, and AMD's."""
     cells, wrong = bench.measure(chip, name, 128, 1)

@@ -141,6 +141,7 @@ def _page_scores(
     BLOCKS: tl.constexpr = K.blocks
     PLANES: tl.constexpr = K.planes
     GROUPS: tl.constexpr = K.groups
+    PAD: tl.constexpr = K.block_pad
     PARTS: tl.constexpr = max(1, T.tokens // K.group) if K.per == "channel" else 1
     N: tl.constexpr = T.tokens // PARTS
     parts = ()
@@ -151,7 +152,7 @@ def _page_scores(
             o_g = i_h * K.groups * (T.page // 2) + o_2
         elif K.per == "channel":
             o_g = (i_h * K.groups + (c0 + s * N) // K.group) * K.dim
-            b_0 = tl.zeros((b_qs[0].shape[0], K.block_pad), tl.float32)
+            b_0 = tl.zeros((b_qs[0].shape[0], PAD), tl.float32)
         for j in tl.static_range(BLOCKS):
             o_c = j * K.block + o_w
             b_x, b_y = _load_codes(p_codes, p_codes1, o_r, o_c, m_w[None, :], FULL, K.row, K)
@@ -252,6 +253,7 @@ def _page_values(
     m_d2 = 2 * o_d2 < SIZE
     FULL: tl.constexpr = V.group_pad == SIZE
     PLANES: tl.constexpr = V.planes
+    TOKENS: tl.constexpr = T.tokens
     GROUPS: tl.constexpr = len(accs)
     new_accs = ()
     new_refs = ()
@@ -277,7 +279,7 @@ def _page_values(
             b_c = b_a * (refs[g] * inv)
             if V.down[V.planes - 1] != 1.0:
                 plane = tl.arange(0, T.tokens) // N
-                down = tl.full((T.tokens,), 1.0, tl.float32)
+                down = tl.full((TOKENS,), 1.0, tl.float32)
                 for i in tl.static_range(1, PLANES):
                     down = tl.where(plane == i, V.down[i], down)
                 b_w = b_p * (b_f * (down * inv))[None, :]
@@ -412,14 +414,16 @@ def _pages(
 
     GROUPS: tl.constexpr = V.groups if V.per == "token" else 1
     SIZE: tl.constexpr = V.group if V.per == "token" else V.dim
+    # triton 3.6 takes constexpr values in a shape, not the numbers of a dataclass
     M: tl.constexpr = T.rows
+    PAD: tl.constexpr = V.group_pad
     b_m = tl.full((M,), -float("inf"), tl.float32)
     b_l = tl.zeros((M,), tl.float32)
     accs = ()
     refs = ()
     zs = ()
     for g in tl.static_range(GROUPS):
-        accs = accs + (tl.zeros((M, V.group_pad), tl.float32),)
+        accs = accs + (tl.zeros((M, PAD), tl.float32),)
         refs = refs + (tl.full((), 1e-30, tl.float32),)
         zs = zs + (tl.zeros((M,), tl.float32),)
 
