@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import (
@@ -84,6 +85,17 @@ EXACT: dict[str, dict[str, Any]] = {
 FORMAT_NAMES = tuple(FORMATS)
 LOSSY = tuple(name for name in FORMATS if FORMATS[name].key.scaled or FORMATS[name].value.scaled)
 CACHE_NAMES = cache_names()
+
+
+def thinned(first: Iterable[Any], second: Iterable[Any], every: int = 4) -> list[Any]:
+    """Pairs for `parametrize`: one in `every` along each diagonal always runs, so that each value of either list meets
+    several of the other; the rest is marked slow.
+    """
+    return [
+        pytest.param(a, b, marks=() if (i + j) % every == 0 else pytest.mark.slow)
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
 
 
 @functools.cache
