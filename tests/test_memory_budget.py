@@ -210,7 +210,12 @@ def soak(calls: int) -> list[int]:
     for i in range(calls):
         name = CACHE_NAMES[i % len(CACHE_NAMES)]
         out = model("llama").generate(
-            prompt(1, 20 + i % 7, i), max_new_tokens=6, return_dict_in_generate=True, cache_implementation=name, **ways[i % 4]
+            prompt(1, 70 + i % 7, i),
+            max_new_tokens=6,
+            return_dict_in_generate=True,
+            cache_implementation=name,
+            cache_config={"residual_length": 0},
+            **ways[i % 4],
         )
         assert torch.is_tensor(out.sequences)
         pools += [kind.table.pool for kind in cache_of(out).kinds]
