@@ -54,7 +54,8 @@ MODES: dict[str, Callable[[str], dict[str, Any]]] = {
 def test_exact_equals_dynamic(mode: str, name: str) -> None:
     kwargs = MODES[mode](name)
     expected = generate(name, **kwargs)
-    assert len(set(expected[:, -NEW:].flatten().tolist())) > 3, "a model that repeats itself proves nothing"
+    distinct = 1 if mode == "prompt lookup" else 3  # which looks for what repeats itself
+    assert len(set(expected[:, -NEW:].flatten().tolist())) > distinct, "a model that repeats itself proves nothing"
     for options in EXACT.values():
         assert torch.equal(generate(name, "paged_exact", options, **kwargs), expected)
 
