@@ -13,7 +13,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvcache.caches import PagedCache
-from hf_kvcache.integration.attention import BASES
+from hf_kvcache.integration.bases import BASES
 
 CACHE_KWARGS = ("cache", "past_key_values", "cache_params")  # what forward calls its cache, by version and model
 _LOCK = threading.RLock()
