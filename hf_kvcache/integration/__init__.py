@@ -25,6 +25,8 @@ _active: set[str] = set()
 
 
 def _switch_on(part: str) -> None:
+    for module in _PARTS[part]:  # their arrival may switch the part on by itself
+        importlib.import_module(module)
     if part not in _active:
         importlib.import_module(f"{__name__}.{part}").register()
         _active.add(part)
