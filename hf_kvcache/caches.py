@@ -39,6 +39,9 @@ class PagedCache(DynamicCache):
         super().__init__(config=text_config)
         self.config = config
         self._report: list[LayerReport] = []
+        for index, _ in config.layers:
+            if not -len(self.layers) <= index < len(self.layers):
+                raise ConfigError(f"layers has the key {index}, and the model {len(self.layers)} layers")
         kinds: dict[tuple[Any, ...], Kind] = {}
         for i, given in enumerate(self.layers):
             if type(given) not in (DynamicLayer, DynamicSlidingWindowLayer):

@@ -130,6 +130,8 @@ def _side(name: str, value: Any, base: SideSpec) -> SideSpec:
     changes = dict(value)
     if "bits" in changes and "kind" not in changes:
         changes["kind"] = "int"
+    if changes.get("kind") == "exact":
+        changes = {"bits": 16, "rotate": False, **changes}
     if changes.get("kind", base.kind) == "int" and "symmetric" not in changes:
         changes["symmetric"] = changes.get("bits", base.bits) == 8
     return dataclasses.replace(base, **changes)

@@ -100,7 +100,7 @@ def model(name: str, attn: str | None = None) -> PreTrainedModel:
     with torch.no_grad():
         for key, parameter in built.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 2.0 * parameter.shape[-1] ** -0.5)
+                parameter.normal_(0, (0.9 if name == "t5" else 2.0) * parameter.shape[-1] ** -0.5)
             elif key.endswith("k_proj.bias"):
                 parameter.normal_(0, 8.0)  # Qwen2's keys are known for their bias
     built.generation_config.pad_token_id = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +22,10 @@ _HOOKS = "_hf_kvcache_hooks"
 
 @dataclass
 class _Switch:
-    """How many forwards of ours are running on a config, and what to put back after the last."""
+    """What to put back on a config after the last of the forwards of ours that are running on it."""
 
+    base: str
     depth: int = 0
-    base: str | None = None
 
 
 def paged_cache(kwargs: dict[str, Any]) -> PagedCache | None:
@@ -36,35 +38,57 @@ def paged_cache(kwargs: dict[str, Any]) -> PagedCache | None:
     return None
 
 
+@functools.lru_cache(maxsize=64)
+def _parameters(forward: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)
+
+
+def _by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward call by name."""
+    return {**dict(zip(_parameters(type(model).forward)[1:], args, strict=False)), **kwargs} if args else kwargs
+
+
+def _decoder_config(model: torch.nn.Module) -> Any:
+    return model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+
+
+def _wants_weights(config: Any, given: dict[str, Any]) -> bool:
+    """Whether attention weights are wanted: the model's own attention on decoded keys and values gives them."""
+    asked = given.get("output_attentions")
+    return bool(getattr(config, "output_attentions", False) if asked is None else asked)
+
+
 def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = paged_cache(kwargs)
+    given = _by_name(model, args, kwargs)
+    cache = paged_cache(given)
     if cache is None:
         return
     name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"  # type: ignore[union-attr]
-    mask = kwargs.get(name)
+    mask = given.get(name)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         _note_padding(cache, mask)
-    if kwargs.get("output_attentions"):
-        return  # weights are wanted: the model's own attention on decoded keys and values gives them
-    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    config = _decoder_config(model)
+    if _wants_weights(config, given):
+        return
     with _LOCK:
-        switch = config.__dict__.setdefault(_SWITCH, _Switch())
-        if switch.depth == 0:
+        switch = config.__dict__.get(_SWITCH)
+        if switch is None:
             base = config._attn_implementation
             if base not in BASES:
                 return
-            switch.base = base
+            switch = config.__dict__[_SWITCH] = _Switch(base)
             config._attn_implementation_internal = BASES[base]
         switch.depth += 1
 
 
 def _after_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if paged_cache(kwargs) is None or kwargs.get("output_attentions"):
+    given = _by_name(model, args, kwargs)
+    config = _decoder_config(model)
+    if paged_cache(given) is None or _wants_weights(config, given):
         return
-    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
     with _LOCK:
         switch = config.__dict__.get(_SWITCH)
-        if switch is None or switch.depth == 0:
+        if switch is None:
             return
         switch.depth -= 1
         if switch.depth == 0:

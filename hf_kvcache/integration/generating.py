@@ -11,6 +11,7 @@ from transformers.generation.utils import GenerationMixin
 from hf_kvcache.caches import build
 from hf_kvcache.config import cache_names, resolve
 from hf_kvcache.integration.attaching import CACHE_KWARGS, attach, paged_cache
+from hf_kvcache.integration.key_bias import warn_of_key_bias
 
 BACKEND = "hf_kvcache"  # cache_implementation="quantized", cache_config={"backend": BACKEND, ...}
 _ORIGINAL = GenerationMixin._prepare_cache_for_generation
@@ -69,4 +70,7 @@ def _prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *a
         if generation_config.is_assistant:
             model_kwargs[key].activate_past_recording()
         attach(self)
+        ours = paged_cache(model_kwargs)
+        if ours is not None:
+            warn_of_key_bias(self, ours)
     return out

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from typing import NoReturn
 
 import numpy as np
 
-from hf_kvcache.errors import PagePoolError
+from hf_kvcache.errors import CacheUseError, PagePoolError
 
 SLACK = 32  # a pool that grows takes at least 1/32 of what it has: bounded waste, few slabs
 
@@ -21,6 +22,9 @@ class PagePool:
         self._refs = np.zeros(0, np.int32)
         self._free: list[int] = []
         self._lock = threading.RLock()
+
+    def __reduce__(self) -> NoReturn:
+        raise CacheUseError("a cache in pages cannot be pickled: its pages are addresses of this process's memory")
 
     @property
     def capacity(self) -> int:

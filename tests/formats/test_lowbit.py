@@ -25,7 +25,9 @@ SIDES = {
 
 def round_trip(x: torch.Tensor, side: SideSpec) -> torch.Tensor:
     """`x` `[N, H, P, D]` through the bytes of pages, as keys."""
-    layout = PageLayout(FormatSpec("test", side, side), x.shape[1], x.shape[3], x.shape[3], x.shape[2], "float32", 4, False)
+    layout = PageLayout(
+        FormatSpec("test", side, side), x.shape[1], x.shape[3], x.shape[3], x.shape[2], "float32", 4, False
+    )
     raw = torch.zeros(x.shape[0], layout.page_bytes, dtype=torch.uint8)
     for name, array in codec.encode(x, "k", layout).items():
         codec.field_view(raw, layout.fields[name]).copy_(array)
