@@ -127,7 +127,7 @@ def test_a_hand_written_loop(name: str, attached: bool) -> None:
         assert torch.equal(ids, expected)
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma2", "gpt2"))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_attentions_are_given_when_asked_for(name: str) -> None:
     net = model(name, "eager")
     kwargs = {"max_new_tokens": 6, "do_sample": False, "output_attentions": True, "return_dict_in_generate": True}
@@ -156,7 +156,7 @@ def test_attentions_asked_for_in_the_config() -> None:
     assert torch.equal(got.sequences, expected.sequences)
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma2", "gpt_oss"))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_eager_models_are_served(name: str) -> None:
     net = model(name, "eager")
     expected = net.generate(**padded((5, 30))[0], max_new_tokens=NEW, do_sample=False)

@@ -136,7 +136,12 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("paged_fp8", 1000), *((n, 200) for n in CACHE_NAMES), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in CACHE_NAMES)]
+    ("name", "steps"),
+    [
+        ("paged_fp8", 1000),
+        *((n, 200) for n in CACHE_NAMES),
+        *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in CACHE_NAMES),
+    ],
 )
 def test_a_long_generation_peaks_at_the_store_and_a_page_a_layer(name: str, steps: int) -> None:
     cache = hf_kvcache.make_cache(name, config())

@@ -76,7 +76,7 @@ class SideSpec:
     @property
     def direct(self) -> bool:
         """Whether one token can be encoded without its neighbours: written straight into the open page."""
-        return self.kind == "exact" or (self.bits == 8 and self.per == "token")
+        return self.kind == "exact" or (self.bits == 8 and self.per == "token" and self.symmetric)
 
     def groups(self, tokens: int, head_dim: int) -> int:
         """Groups along the grouped axis (head dim for `token`, page for `channel`)."""

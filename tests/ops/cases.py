@@ -106,7 +106,7 @@ def call_of(fmt: str, case: Case, seed: int = 0) -> AttendCall:
     first = max(T - sum(pieces), 0)
     start = 0
     keys = None
-    for n in (first, *pieces) if first else (T - case.queries, case.queries) if T > case.queries else (T,):
+    for n in (first, *pieces) if first else (T - case.queries, case.queries) if case.queries < T else (T,):
         keys = layer.update(k[:, :, start : start + n], v[:, :, start : start + n])[0]
         start += n
     view = keys.current_view()  # type: ignore[union-attr]
