@@ -134,6 +134,8 @@ def _side(name: str, value: Any, base: SideSpec) -> SideSpec:
         changes = {"bits": 16, "rotate": False, **changes}
     if changes.get("kind", base.kind) == "int" and "symmetric" not in changes:
         changes["symmetric"] = changes.get("bits", base.bits) == 8
+    if changes.get("bits", base.bits) != base.bits:
+        changes.setdefault("clip", 1.0)  # a share that was chosen for another width
     return dataclasses.replace(base, **changes)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import (
@@ -64,16 +65,25 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         pad_token_id=0,
     ),
     "mistral": lambda: MistralConfig(**_SMALL, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(**_SMALL, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
-    "gemma3": lambda: Gemma3TextConfig(**_SMALL, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
+    "gemma2": lambda: Gemma2Config(**_SMALL, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SMALL, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16
+    ),
     "gpt_oss": lambda: GptOssConfig(
-        **_SMALL, head_dim=16, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1
+        **_SMALL,
+        head_dim=16,
+        sliding_window=WINDOW,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
 
 FULL = ("llama", "qwen2", "qwen3", "phi3", "gpt2", "gpt_neox")  # decoders in which every layer sees everything
 SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss")
 DECODERS = FULL + SLIDING
+
+GAIN = {"t5": 0.9, "gpt_oss": 1.3}  # of random weights: T5 does not scale its scores, and gpt-oss routes tokens by them
 
 # Caches of exact numbers: any of them has to equal transformers' DynamicCache.
 EXACT: dict[str, dict[str, Any]] = {
@@ -84,6 +94,17 @@ EXACT: dict[str, dict[str, Any]] = {
 FORMAT_NAMES = tuple(FORMATS)
 LOSSY = tuple(name for name in FORMATS if FORMATS[name].key.scaled or FORMATS[name].value.scaled)
 CACHE_NAMES = cache_names()
+
+
+def thinned(first: Iterable[Any], second: Iterable[Any], every: int = 4) -> list[Any]:
+    """Pairs for `parametrize`: one in `every` along each diagonal always runs, so that each value of either list meets
+    several of the other; the rest is marked slow.
+    """
+    return [
+        pytest.param(a, b, marks=() if (i + j) % every == 0 else pytest.mark.slow)
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
 
 
 @functools.cache
@@ -100,7 +121,7 @@ def model(name: str, attn: str | None = None) -> PreTrainedModel:
     with torch.no_grad():
         for key, parameter in built.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, (0.9 if name == "t5" else 2.0) * parameter.shape[-1] ** -0.5)
+                parameter.normal_(0, GAIN.get(name, 2.0) * parameter.shape[-1] ** -0.5)
             elif key.endswith("k_proj.bias"):
                 parameter.normal_(0, 8.0)  # Qwen2's keys are known for their bias
     built.generation_config.pad_token_id = 0

@@ -35,10 +35,14 @@ def imports(module: str) -> set[str]:
         if isinstance(node, ast.Import):
             out.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import"
+            source = node.module or ""
+            if node.level:
+                package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                source = ".".join([*above, *([source] if source else [])])
             for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                out.add(name if name in MODULES else str(node.module))
+                name = f"{source}.{alias.name}"
+                out.add(name if name in MODULES else source)
     return out
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import TextStreamer
 
 import hf_kvcache
-from tests.grids import CACHE, DECODERS, EXACT, FULL, LOSSY, cache_of, model, padded, prompt
+from tests.grids import CACHE, DECODERS, EXACT, FULL, LOSSY, cache_of, model, padded, prompt, thinned
 
 NEW = 24
 ALL = (*DECODERS, "t5")
@@ -54,7 +54,8 @@ MODES: dict[str, Callable[[str], dict[str, Any]]] = {
 def test_exact_equals_dynamic(mode: str, name: str) -> None:
     kwargs = MODES[mode](name)
     expected = generate(name, **kwargs)
-    assert len(set(expected[:, -NEW:].flatten().tolist())) > 3, "a model that repeats itself proves nothing"
+    distinct = 1 if mode == "prompt lookup" else 3  # which looks for what repeats itself
+    assert len(set(expected[:, -NEW:].flatten().tolist())) > distinct, "a model that repeats itself proves nothing"
     for options in EXACT.values():
         assert torch.equal(generate(name, "paged_exact", options, **kwargs), expected)
 
@@ -208,8 +209,7 @@ def test_pipeline() -> None:
 # ---- formats that lose digits
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen2", "gpt2", "gemma2"))
-@pytest.mark.parametrize("fmt", LOSSY)
+@pytest.mark.parametrize(("fmt", "name"), thinned(LOSSY, ("llama", "qwen2", "gpt2", "gemma2")))
 def test_each_row_of_a_padded_batch_equals_the_row_alone(fmt: str, name: str) -> None:
     batch, rows = padded((5, 17, 64))
     kwargs = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 6}
@@ -222,8 +222,7 @@ def test_each_row_of_a_padded_batch_equals_the_row_alone(fmt: str, name: str) ->
             assert gap <= 2e-2 * alone.logits[step].abs().max()
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen2", "gemma2", "gpt_oss"))
-@pytest.mark.parametrize("fmt", LOSSY)
+@pytest.mark.parametrize(("fmt", "name"), thinned(LOSSY, ("llama", "qwen2", "gemma2", "gpt_oss")))
 def test_attached_and_decoded_reads_agree(fmt: str, name: str) -> None:
     net = copy.deepcopy(model(name))
     ids = prompt(2, 70)
@@ -239,8 +238,7 @@ def test_attached_and_decoded_reads_agree(fmt: str, name: str) -> None:
     assert (logits[0][1] - logits[1][1]).abs().max() <= 2e-2 * logits[0][1].abs().max()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("fmt", LOSSY)
+@pytest.mark.parametrize(("fmt", "mode"), thinned(LOSSY, MODES))
 def test_every_mode_runs_with_every_format(fmt: str, mode: str) -> None:
     out = generate("llama", f"paged_{fmt}", {"page_size": None}, **{"max_new_tokens": 8, **MODES[mode]("llama")})
     again = generate("llama", f"paged_{fmt}", {"page_size": None}, **{"max_new_tokens": 8, **MODES[mode]("llama")})

@@ -108,8 +108,8 @@ net = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
 assert net.generation_config.cache_implementation == "quantized"
 try:
     net.generate(torch.tensor([[2, 3, 4]]), max_new_tokens=2)
-except ValueError as error:
-    assert "hf_kvcache" in str(error) or "backend" in str(error), error
+except (TypeError, ValueError) as error:  # it depends on the version which of our options transformers stumbles over
+    assert any(word in str(error) for word in ("hf_kvcache", "backend", "format")), error
 else:
     raise SystemExit("nothing was said")
 import hf_kvcache

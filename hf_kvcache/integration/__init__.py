@@ -25,6 +25,8 @@ _active: set[str] = set()
 
 
 def _switch_on(part: str) -> None:
+    for module in _PARTS[part]:  # their arrival may switch the part on by itself
+        importlib.import_module(module)
     if part not in _active:
         importlib.import_module(f"{__name__}.{part}").register()
         _active.add(part)
@@ -32,7 +34,9 @@ def _switch_on(part: str) -> None:
 
 def register() -> None:
     """Make every name of ours known to transformers, importing it if need be. Idempotent."""
-    for part in _PARTS:
+    for part, modules in _PARTS.items():
+        for module in modules:  # first, or a part that imports them itself would be asked for while half loaded
+            importlib.import_module(module)
         _switch_on(part)
 
 

@@ -10,12 +10,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_kvcache.errors import ConfigError
+from hf_kvcache.integration.bases import BASES
 from hf_kvcache.layers.lazy import LazyKV
 from hf_kvcache.ops.api import AttendCall, attend
-
-# What we are called, by the base implementation that plain tensors go to. transformers tests such names for "sdpa",
-# "flash" and "paged|", so none may contain them.
-BASES = {"sdpa": "hfkv", "eager": "hfkv_eager", "flash_attention_2": "hfkv_fa2", "flash_attention_3": "hfkv_fa3"}
 
 
 def register() -> None:
