@@ -50,7 +50,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3Config(**_SMALL, head_dim=32),
     "phi3": lambda: Phi3Config(**_SMALL),
     "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=1024, bos_token_id=1, eos_token_id=None, pad_token_id=0
+        vocab_size=VOCAB,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=1024,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**{k: v for k, v in _SMALL.items() if k != "num_key_value_heads"}),
     "t5": lambda: T5Config(
@@ -65,7 +72,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         pad_token_id=0,
     ),
     "mistral": lambda: MistralConfig(**_SMALL, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(**_SMALL, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
+    "gemma2": lambda: Gemma2Config(
+        **_SMALL, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16
+    ),
     "gemma3": lambda: Gemma3TextConfig(
         **_SMALL, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16
     ),

@@ -18,7 +18,9 @@ NEW = 24
 ALL = (*DECODERS, "t5")
 
 
-def generate(name: str, cache: str | None = None, options: dict[str, Any] | None = None, /, **kwargs: Any) -> torch.Tensor:
+def generate(
+    name: str, cache: str | None = None, options: dict[str, Any] | None = None, /, **kwargs: Any
+) -> torch.Tensor:
     """Token ids, with a cache of ours or, by default, transformers' own."""
     given = {"input_ids": prompt(2), "max_new_tokens": NEW, "do_sample": False, **kwargs}
     if cache is not None:
@@ -48,6 +50,7 @@ MODES: dict[str, Callable[[str], dict[str, Any]]] = {
     "inputs_embeds": lambda name: {"input_ids": None, "inputs_embeds": model(name).get_input_embeddings()(prompt(2))},
     "repetition penalty": lambda name: {"repetition_penalty": 1.3},
 }
+
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("mode", MODES)
@@ -127,7 +130,7 @@ def test_a_hand_written_loop(name: str, attached: bool) -> None:
         assert torch.equal(ids, expected)
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma2", "gpt2"))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_attentions_are_given_when_asked_for(name: str) -> None:
     net = model(name, "eager")
     kwargs = {"max_new_tokens": 6, "do_sample": False, "output_attentions": True, "return_dict_in_generate": True}
@@ -156,13 +159,17 @@ def test_attentions_asked_for_in_the_config() -> None:
     assert torch.equal(got.sequences, expected.sequences)
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma2", "gpt_oss"))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_eager_models_are_served(name: str) -> None:
     net = model(name, "eager")
     expected = net.generate(**padded((5, 30))[0], max_new_tokens=NEW, do_sample=False)
     for options in EXACT.values():
         got = net.generate(
-            **padded((5, 30))[0], max_new_tokens=NEW, do_sample=False, cache_implementation="paged_exact", cache_config=options
+            **padded((5, 30))[0],
+            max_new_tokens=NEW,
+            do_sample=False,
+            cache_implementation="paged_exact",
+            cache_config=options,
         )
         assert torch.equal(got, expected)
     assert net.config._attn_implementation == "eager"

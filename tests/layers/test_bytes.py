@@ -145,7 +145,7 @@ def test_forks_read_a_prefix_and_never_grow_it(name: str, options: str) -> None:
         new = states(P + 3, seed=20 + i)
         feed(fork, *new, [1] * 3 + [P])
         assert fork.get_seq_length() == 3 * P + 9
-        assert torch.equal(fork.keys[:, :, : P], keys[:, :, : P])
+        assert torch.equal(fork.keys[:, :, :P], keys[:, :, :P])
         if name not in LOSSY:
             assert torch.equal(fork.keys, torch.cat((k, new[0]), dim=2))
             assert torch.equal(fork.values, torch.cat((v, new[1]), dim=2))
