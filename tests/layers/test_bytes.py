@@ -139,13 +139,14 @@ def test_forks_read_a_prefix_and_never_grow_it(name: str, options: str) -> None:
     feed(prefix, k, v, [2 * P + 6])
     pool, before = prefix.kind.table.pool, page_bytes(prefix, 0, full_only=False)
     live, keys, values = pool.live, prefix.keys, prefix.values
+    sealed = int(prefix.kind.table.sealed[0]) // P * P
     forks = [copy.deepcopy(prefix) for _ in range(3)]
     assert pool.live == live, "a fork takes no page"
     for i, fork in enumerate(forks):
         new = states(P + 3, seed=20 + i)
         feed(fork, *new, [1] * 3 + [P])
         assert fork.get_seq_length() == 3 * P + 9
-        assert torch.equal(fork.keys[:, :, :P], keys[:, :, :P])
+        assert torch.equal(fork.keys[:, :, :sealed], keys[:, :, :sealed])
         if name not in LOSSY:
             assert torch.equal(fork.keys, torch.cat((k, new[0]), dim=2))
             assert torch.equal(fork.values, torch.cat((v, new[1]), dim=2))
@@ -176,7 +177,15 @@ def test_crop_is_exact_in_the_ring_and_right_across_sealed_pages(name: str) -> N
         assert torch.equal(layer.keys[:, :, -P:], new[0][:, :, -P:])
         sealed = left // P * P  # whole pages that the crop left alone
         assert torch.equal(layer.keys[:, :, :sealed], keys[:, :, :sealed])
-        # The cut page was decoded and sealed anew: its error is at most that of encoding twice.
-        worst = (keys[:, :, sealed:left] - k[:, :, sealed:left]).abs().max() if left > sealed else torch.tensor(0.0)
-        again = (layer.keys[:, :, sealed:left] - k[:, :, sealed:left]).abs().max() if left > sealed else worst
-        assert again <= 3 * worst + 0.05 * k.abs().max() * (name in LOSSY)
+        # The cut page was decoded and sealed anew: its error is at most that of encoding twice, here and there a step more.
+        (straight,) = build(name, residual_length=P)
+        feed(
+            straight,
+            torch.cat((k[:, :, :left], new[0]), dim=2),
+            torch.cat((v[:, :, :left], new[1]), dim=2),
+            [left + 2 * P],
+        )
+        once = (straight.keys[:, :, :left] - k[:, :, :left]).abs().max()
+        again = (layer.keys[:, :, :left] - k[:, :, :left]).abs().max()
+        assert again <= 2.5 * once
+        assert (once > 0) == (name in LOSSY and left > layer.spec.sinks)
