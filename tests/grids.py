@@ -120,6 +120,8 @@ def thinned(first: Iterable[Any], second: Iterable[Any], every: int = 4) -> list
 def model(name: str, attn: str | None = None) -> PreTrainedModel:
     """A tiny random model in float32, built once a session. Its weights are large enough that logits differ clearly."""
     config = CONFIGS[name]()
+    if name == "gemma2":
+        attn = attn or "eager"  # transformers before 5.22 leaves its soft-cap out of sdpa without a word
     torch.manual_seed(20)
     classes = {"t5": "T5ForConditionalGeneration", "gemma3": "Gemma3ForCausalLM"}
     if name in classes:

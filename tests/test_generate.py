@@ -12,7 +12,7 @@ import torch
 from transformers import TextStreamer
 
 import hf_kvcache
-from tests.grids import CACHE, DECODERS, EXACT, FULL, LOSSY, cache_of, model, padded, prompt, thinned
+from tests.grids import CACHE, DECODERS, EXACT, FULL, LOSSY, SLIDING, cache_of, model, padded, prompt, thinned
 
 NEW = 24
 ALL = (*DECODERS, "t5")
@@ -52,11 +52,18 @@ MODES: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
+def without_fault(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' own cache can be asked for: before 5.20 a sliding assistant of its own gets more keys than its
+    mask has columns, and raises. Assisted decoding is greedy decoding, so that has to be the answer.
+    """
+    return {key: value for key, value in kwargs.items() if key != "assistant_model" or name not in SLIDING}
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("mode", MODES)
 def test_exact_equals_dynamic(mode: str, name: str) -> None:
     kwargs = MODES[mode](name)
-    expected = generate(name, **kwargs)
+    expected = generate(name, **without_fault(name, kwargs))
     distinct = 1 if mode == "prompt lookup" else 3  # which looks for what repeats itself
     assert len(set(expected[:, -NEW:].flatten().tolist())) > distinct, "a model that repeats itself proves nothing"
     for options in EXACT.values():
