@@ -90,12 +90,11 @@ def _spec(spec: FormatSpec, given: dict[str, Any]) -> FormatSpec:
         side = _side(name, given[name], getattr(spec, name)) if name in given else getattr(spec, name)
         if side.scaled:
             changes: dict[str, Any] = {}
-            if "nbits" in given:
-                if side.kind != "int" or given["nbits"] != side.bits:
-                    raise ConfigError(
-                        f"nbits={given['nbits']!r} does not fit {spec.name!r}, whose {name}s have {side.bits} bits: "
-                        "choose the width by name, or one side with key= / value="
-                    )
+            if "nbits" in given and (side.kind != "int" or given["nbits"] != side.bits):
+                raise ConfigError(
+                    f"nbits={given['nbits']!r} does not fit {spec.name!r}, whose {name}s have {side.bits} bits: "
+                    "choose the width by name, or one side with key= / value="
+                )
             if "q_group_size" in given:
                 changes["group"] = _integer(given, "q_group_size", None, 8)
             if "rotate" in given:
@@ -134,6 +133,8 @@ def _side(name: str, value: Any, base: SideSpec) -> SideSpec:
         changes = {"bits": 16, "rotate": False, **changes}
     if changes.get("kind", base.kind) == "int" and "symmetric" not in changes:
         changes["symmetric"] = changes.get("bits", base.bits) == 8
+    if changes.get("bits", base.bits) != base.bits:
+        changes.setdefault("clip", 1.0)  # a share that was chosen for another width
     return dataclasses.replace(base, **changes)
 
 

@@ -7,10 +7,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from hf_kvcache.config import FORMATS
 from hf_kvcache.evals import perplexity
 from hf_kvcache.evals.candidates import EXACT
 from hf_kvcache.evals.errors import EvalError
+from hf_kvcache.formats.spec import FORMATS
 
 ABOUT = (
     "Bits per number against KL divergence, for every format and transformers' quantized caches; a table and a plot."

@@ -13,13 +13,15 @@ from hf_kvcache.formats.spec import PLANES, Field, PageLayout, SideSpec
 LARGEST = 2.0**100  # what encoding takes an infinity for: finite after any rotation
 
 Side = Literal["k", "v"]
+SIDES: tuple[Side, Side] = ("k", "v")
 Arrays = dict[str, torch.Tensor]
 
 
 def field_view(pages: torch.Tensor, field: Field) -> torch.Tensor:
     """One field of uint8 pages `[N, page_bytes]` (or of a part of the last dim's start), as `[N, *field.shape]`, no copy."""
     raw = pages[:, field.offset : field.offset + field.nbytes]
-    return raw.view(getattr(torch, field.dtype)).unflatten(1, field.shape)
+    out: torch.Tensor = raw.view(getattr(torch, field.dtype)).unflatten(1, field.shape)
+    return out
 
 
 def encode(x: torch.Tensor, side: Side, layout: PageLayout) -> Arrays:

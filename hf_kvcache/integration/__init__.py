@@ -34,7 +34,9 @@ def _switch_on(part: str) -> None:
 
 def register() -> None:
     """Make every name of ours known to transformers, importing it if need be. Idempotent."""
-    for part in _PARTS:
+    for part, modules in _PARTS.items():
+        for module in modules:  # first, or a part that imports them itself would be asked for while half loaded
+            importlib.import_module(module)
         _switch_on(part)
 
 

@@ -45,7 +45,7 @@ def attention(
     bias = kwargs.get("position_bias")
     if not (isinstance(key, LazyKV) and isinstance(value, LazyKV)) or bias is not None or (dropout and module.training):
         base = _base_function(module)
-        return base(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+        return base(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     view = key.current_view()
     call = AttendCall(
         query,
@@ -80,7 +80,7 @@ def _needed_mask(mask: torch.Tensor | None, queries: int, columns: int, key: Laz
         return None
     seen = key.table.masks
     if seen is not None and seen[0] is mask:
-        return seen[1]  # type: ignore[no-any-return]
+        return seen[1]
     needed = _reduce(mask, queries, columns, key)
     key.table.masks = (mask, needed)
     return needed

@@ -214,7 +214,7 @@ class PagedLayer(CacheLayerMixin):
             return
         whole = len(plan.rows) == k.shape[0] * k.shape[2]
         rows, chunk = self._tensor(plan.rows), self._tensor(plan.chunk)
-        for side, x, spec in (("k", k, self.spec.key), ("v", v, self.spec.value)):
+        for side, x, spec in zip(codec.SIDES, (k, v), (self.spec.key, self.spec.value), strict=True):
             x = x.transpose(1, 2).flatten(0, 1) if whole else x[rows, :, chunk]  # [N, H, D]
             if spec.kind == "exact":
                 self.store.write_tokens(plan.pages, plan.slots, side, x, None)
@@ -277,7 +277,7 @@ class PagedLayer(CacheLayerMixin):
             fused.write_pages(self.layout, self.store.addresses, where, k, v, (ring.keys, ring.values))
             return
         rows, at = self._tensor(plan.seal_rows[:, None]), self._tensor(source)
-        for side, held, x in (("k", ring.keys, k), ("v", ring.values, v)):
+        for side, held, x in zip(codec.SIDES, (ring.keys, ring.values), (k, v), strict=True):
             tokens = torch.cat((held, x), dim=2)[rows, :, at].transpose(1, 2)  # [N, H, P, D]
             self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout))
 
@@ -335,7 +335,7 @@ class PagedLayer(CacheLayerMixin):
         raw = self.store.read_pages(plan.pages)
         slots = self._tensor((plan.index[:, None] * P + np.arange(P)) % C)
         rows = self._tensor(plan.rows[:, None])
-        for side, held in (("k", self.ring.keys), ("v", self.ring.values)):
+        for side, held in zip(codec.SIDES, (self.ring.keys, self.ring.values), strict=True):
             held[rows, :, slots] = codec.decode(raw, side, self.layout).to(held.dtype).transpose(1, 2)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -22,8 +22,8 @@ def result(text: str, bits: float, kl: float, narrow: float | None = None) -> di
 
 def test_the_front_is_what_nothing_as_small_beats() -> None:
     results = [
-        result("dynamic", 32, 0.0), result("paged_c", 8, 0.01), result("paged_b", 5, 0.02), result("paged_a", 9, 0.3, 4.0),
-        result("paged_d", 5, 0.05), result("quantized:backend=quanto", 6, 0.02),
+        result("dynamic", 32, 0.0), result("paged_c", 8, 0.01), result("paged_b", 5, 0.02),
+        result("paged_a", 9, 0.3, 4.0), result("paged_d", 5, 0.05), result("quantized:backend=quanto", 6, 0.02),
     ]  # fmt: skip
     rows = front.ranked(results)
     assert [(row["cache"]["text"], row["bits"], row["front"]) for row in rows] == [

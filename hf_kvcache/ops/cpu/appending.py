@@ -110,10 +110,14 @@ def _side(layout: PageLayout, side: str) -> np.ndarray:
     dim = layout.key_dim if side == "k" else layout.value_dim
     axis = dim if spec.per == "token" else layout.page_size
     record = np.zeros((), ENCODED_SIDE)
-    offsets = {name: 0 if (field := layout.fields.get(f"{side}_{name}")) is None else field.offset for name in _NAMES}
-    head = {name: 0 if (f := layout.fields.get(f"{side}_{name}")) is None else f.nbytes // layout.heads for name in _NAMES}
+    offsets, head = dict.fromkeys(_NAMES, 0), dict.fromkeys(_NAMES, 0)
+    for name in _NAMES:
+        if f"{side}_{name}" in layout.fields:
+            field = layout.fields[f"{side}_{name}"]
+            offsets[name], head[name] = field.offset, field.nbytes // layout.heads
     values = {
-        "is_key": side == "k", "dim": dim, "stored": _STORED[layout.dtype], "kind": _KINDS[spec.kind], "bits": spec.bits,
+        "is_key": side == "k", "dim": dim, "stored": _STORED[layout.dtype],
+        "kind": _KINDS[spec.kind], "bits": spec.bits,
         "rotation": block_size(dim) if spec.rotate else 0, "per_channel": spec.per == "channel",
         "group": min(spec.group or axis, axis), "groups": spec.groups(layout.page_size, dim),
         "symmetric": spec.symmetric, "clip": spec.clip,

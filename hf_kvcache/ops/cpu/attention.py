@@ -6,7 +6,6 @@ import functools
 import math
 import struct
 import threading
-from typing import NamedTuple
 
 import torch
 
@@ -23,7 +22,7 @@ SERIAL_BYTES = 192 << 10  # a call that reads less runs on one thread: waking an
 SPLIT_PAGES = 4  # a split is at least so long
 ITEMS_PER_THREAD = 4  # so that threads end together
 
-_CALL = struct.Struct("".join("d" if CALL[name] == float else "q" for name in CALL.names or ()))
+_CALL = struct.Struct("".join("d" if CALL[name].kind == "f" else "q" for name in CALL.names or ()))
 _WORK, _MERGE = driver.work.address, driver.merge.address
 _LOG2E = math.log2(math.e)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in QUERY_KINDS}

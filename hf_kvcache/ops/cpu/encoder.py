@@ -1,7 +1,7 @@
 """Compiled encoding of tokens into pages: rotate, measure, encode, pack, write.
 
 Step by step the arithmetic of `formats`, one IEEE operation each, so that the bytes are the same: nothing here may be
-reordered or contracted. One file, because numba's disk cache looks at the file of the function that it stores.
+reordered or contracted.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, cfunc, float32, int32, int64, njit, uint8, uint16
+from numba import carray, float32, int32, int64, njit, uint8, uint16
 
 from hf_kvcache.formats.pages import LARGEST
 from hf_kvcache.formats.scalar import HALF_MAX
+from hf_kvcache.ops.cpu.compiled import compiled
 from hf_kvcache.ops.cpu.memory import (
     bits_of_float,
     bits_of_half,
@@ -237,7 +238,7 @@ def write_page(r, s, n):
                 pack(s, r.page, page + s.more + head * s.more_head, int64(1), int64(2), codes)
 
 
-@cfunc("void(voidptr)", cache=True)
+@compiled
 def write_tokens(record):
     """Encode `count` tokens into their slots."""
     r = carray(record, 1, APPEND)[0]
@@ -246,7 +247,7 @@ def write_tokens(record):
         write_token(r, r.value, n)
 
 
-@cfunc("void(voidptr)", cache=True)
+@compiled
 def write_pages(record):
     """Encode `count` whole pages."""
     r = carray(record, 1, APPEND)[0]
