@@ -50,7 +50,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3Config(**_SMALL, head_dim=32),
     "phi3": lambda: Phi3Config(**_SMALL),
     "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=1024, bos_token_id=1, eos_token_id=None, pad_token_id=0
+        vocab_size=VOCAB,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=1024,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**{k: v for k, v in _SMALL.items() if k != "num_key_value_heads"}),
     "t5": lambda: T5Config(
@@ -65,7 +72,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         pad_token_id=0,
     ),
     "mistral": lambda: MistralConfig(**_SMALL, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(**_SMALL, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
+    "gemma2": lambda: Gemma2Config(
+        **_SMALL, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16
+    ),
     "gemma3": lambda: Gemma3TextConfig(
         **_SMALL, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16
     ),
@@ -111,6 +120,8 @@ def thinned(first: Iterable[Any], second: Iterable[Any], every: int = 4) -> list
 def model(name: str, attn: str | None = None) -> PreTrainedModel:
     """A tiny random model in float32, built once a session. Its weights are large enough that logits differ clearly."""
     config = CONFIGS[name]()
+    if name == "gemma2":
+        attn = attn or "eager"  # transformers before 5.22 leaves its soft-cap out of sdpa without a word
     torch.manual_seed(20)
     classes = {"t5": "T5ForConditionalGeneration", "gemma3": "Gemma3ForCausalLM"}
     if name in classes:

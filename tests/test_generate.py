@@ -12,13 +12,15 @@ import torch
 from transformers import TextStreamer
 
 import hf_kvcache
-from tests.grids import CACHE, DECODERS, EXACT, FULL, LOSSY, cache_of, model, padded, prompt, thinned
+from tests.grids import CACHE, DECODERS, EXACT, FULL, LOSSY, SLIDING, cache_of, model, padded, prompt, thinned
 
 NEW = 24
 ALL = (*DECODERS, "t5")
 
 
-def generate(name: str, cache: str | None = None, options: dict[str, Any] | None = None, /, **kwargs: Any) -> torch.Tensor:
+def generate(
+    name: str, cache: str | None = None, options: dict[str, Any] | None = None, /, **kwargs: Any
+) -> torch.Tensor:
     """Token ids, with a cache of ours or, by default, transformers' own."""
     given = {"input_ids": prompt(2), "max_new_tokens": NEW, "do_sample": False, **kwargs}
     if cache is not None:
@@ -49,11 +51,19 @@ MODES: dict[str, Callable[[str], dict[str, Any]]] = {
     "repetition penalty": lambda name: {"repetition_penalty": 1.3},
 }
 
+
+def without_fault(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' own cache can be asked for: before 5.20 a sliding assistant of its own gets more keys than its
+    mask has columns, and raises. Assisted decoding is greedy decoding, so that has to be the answer.
+    """
+    return {key: value for key, value in kwargs.items() if key != "assistant_model" or name not in SLIDING}
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("mode", MODES)
 def test_exact_equals_dynamic(mode: str, name: str) -> None:
     kwargs = MODES[mode](name)
-    expected = generate(name, **kwargs)
+    expected = generate(name, **without_fault(name, kwargs))
     distinct = 1 if mode == "prompt lookup" else 3  # which looks for what repeats itself
     assert len(set(expected[:, -NEW:].flatten().tolist())) > distinct, "a model that repeats itself proves nothing"
     for options in EXACT.values():
@@ -162,7 +172,11 @@ def test_eager_models_are_served(name: str) -> None:
     expected = net.generate(**padded((5, 30))[0], max_new_tokens=NEW, do_sample=False)
     for options in EXACT.values():
         got = net.generate(
-            **padded((5, 30))[0], max_new_tokens=NEW, do_sample=False, cache_implementation="paged_exact", cache_config=options
+            **padded((5, 30))[0],
+            max_new_tokens=NEW,
+            do_sample=False,
+            cache_implementation="paged_exact",
+            cache_config=options,
         )
         assert torch.equal(got, expected)
     assert net.config._attn_implementation == "eager"

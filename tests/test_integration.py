@@ -207,9 +207,7 @@ def test_the_models_generation_config_is_never_changed() -> None:
 def test_the_attention_implementation_is_the_users_again(attn: str) -> None:
     net = copy.deepcopy(model("llama", attn))
     seen = []
-    hook = net.model.layers[0].self_attn.register_forward_hook(
-        lambda *_: seen.append(net.config._attn_implementation)
-    )
+    hook = net.model.layers[0].self_attn.register_forward_hook(lambda *_: seen.append(net.config._attn_implementation))
     run(net, cache_implementation="paged_fp8")
     hook.remove()
     assert seen
@@ -254,7 +252,9 @@ def test_two_models_do_not_mix() -> None:
 def test_threads_share_a_model() -> None:
     net = model("llama")
     names = ["paged_exact", "paged_fp8", "paged_int8", None]
-    expected = [run(net, input_ids=prompt(1, 20, i), cache_implementation=name).sequences for i, name in enumerate(names)]
+    expected = [
+        run(net, input_ids=prompt(1, 20, i), cache_implementation=name).sequences for i, name in enumerate(names)
+    ]
     got: dict[int, torch.Tensor] = {}
 
     def work(i: int) -> None:

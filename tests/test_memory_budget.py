@@ -63,7 +63,7 @@ def held_bytes(root: Any) -> int:
 
 
 def assert_all_counted(cache: Any) -> None:
-    """`nbytes` is what is held, but for the plan and mask of the last step: some numbers a row, gone with the next step."""
+    """`nbytes` is what is held, but for the last step's plan and mask: some numbers a row, gone with the next."""
     assert 0 <= held_bytes(cache) - cache.nbytes <= 2048
 
 
@@ -86,7 +86,11 @@ def test_nbytes_is_the_sum_of_what_is_held(name: str, options: dict[str, int]) -
 
 def test_nbytes_counts_what_a_step_leaves_behind() -> None:
     out = model("llama").generate(
-        **padded((5, 40))[0], max_new_tokens=20, do_sample=False, cache_implementation="paged_fp8", return_dict_in_generate=True
+        **padded((5, 40))[0],
+        max_new_tokens=20,
+        do_sample=False,
+        cache_implementation="paged_fp8",
+        return_dict_in_generate=True,
     )
     assert_all_counted(cache_of(out))
 
@@ -151,7 +155,9 @@ def test_a_long_generation_peaks_at_the_store_and_a_page_a_layer(name: str, step
             for i in range(LAYERS):
                 cache.update(k, v, i)
     one_page = sum(layer.layout.page_bytes for layer in cache.paged_layers)
-    exact_page = LAYERS * 2 * HEADS * 2 * cache.layers[0].layout.page_size * DIM * 4  # one page being encoded, float32, twice
+    exact_page = (
+        LAYERS * 2 * HEADS * 2 * cache.layers[0].layout.page_size * DIM * 4
+    )  # one page being encoded, float32, twice
     assert peak.most >= cache.stats()["bytes"]["codes"], "the counter counts"
     assert peak.most <= cache.nbytes + max(one_page, exact_page)
 

@@ -177,8 +177,15 @@ def test_crop_is_exact_in_the_ring_and_right_across_sealed_pages(name: str) -> N
         assert torch.equal(layer.keys[:, :, -P:], new[0][:, :, -P:])
         sealed = left // P * P  # whole pages that the crop left alone
         assert torch.equal(layer.keys[:, :, :sealed], keys[:, :, :sealed])
-        # The cut page was decoded and sealed anew: its error is at most that of encoding twice.
-        worst = (keys[:, :, sealed:left] - k[:, :, sealed:left]).abs().max() if left > sealed else torch.tensor(0.0)
-        again = (layer.keys[:, :, sealed:left] - k[:, :, sealed:left]).abs().max() if left > sealed else worst
-        once = (keys - k).abs().max()  # the pages that were sealed at first
-        assert again <= 3 * worst + 2 * once
+        # The cut page was decoded and sealed anew: its error is at most that of encoding twice, here and there a step more.
+        (straight,) = build(name, residual_length=P)
+        feed(
+            straight,
+            torch.cat((k[:, :, :left], new[0]), dim=2),
+            torch.cat((v[:, :, :left], new[1]), dim=2),
+            [left + 2 * P],
+        )
+        once = (straight.keys[:, :, :left] - k[:, :, :left]).abs().max()
+        again = (layer.keys[:, :, :left] - k[:, :, :left]).abs().max()
+        assert again <= 2.5 * once
+        assert (once > 0) == (name in LOSSY and left > layer.spec.sinks)

@@ -19,9 +19,7 @@ def layers(
 ) -> list[PagedLayer]:
     """Some layers of one kind."""
     spec = resolve(name, {"page_size": 16, **options}).spec
-    table = BlockTable(
-        spec.page_size, direct=spec.direct, residual=spec.residual, window=window, capacity=capacity
-    )
+    table = BlockTable(spec.page_size, direct=spec.direct, residual=spec.residual, window=window, capacity=capacity)
     kind = Kind(table)
     return [PagedLayer(spec, kind, leader=i == 0) for i in range(count)]
 

@@ -75,7 +75,15 @@ CASES: dict[str, Case] = {
     "float mask": Case(lengths=(50, 20), mask="float", queries=3, groups=2),
     "mask of one row": Case(lengths=(50, 20), mask="one row", queries=3),
     "everything": Case(
-        lengths=(90, 41, 17), residual=10, sinks=2, pieces=(1,) * 9, softcap=5.0, sink_logits=True, mask="bool", queries=5, groups=2
+        lengths=(90, 41, 17),
+        residual=10,
+        sinks=2,
+        pieces=(1,) * 9,
+        softcap=5.0,
+        sink_logits=True,
+        mask="bool",
+        queries=5,
+        groups=2,
     ),
     "bfloat16": Case(lengths=(60, 20), dtype=torch.bfloat16, residual=8, groups=2),
     "float16": Case(lengths=(60, 20), dtype=torch.float16, queries=2),
@@ -176,7 +184,7 @@ def real_queries(call: AttendCall) -> torch.Tensor:
 
 
 def assert_right(got: torch.Tensor, call: AttendCall) -> None:
-    """`got` is as near to the float64 answer as float32 arithmetic comes, up to a small factor, and to its own dtype."""
+    """`got` is as near to the float64 answer as float32 comes, up to a small factor and its own dtype."""
     truth = attend64(call)
     assert got.shape == truth.shape
     assert got.dtype == call.query.dtype
@@ -188,5 +196,3 @@ def assert_right(got: torch.Tensor, call: AttendCall) -> None:
     bound = bound + truth.abs() * torch.finfo(got.dtype).eps
     error = (got.double() - truth).abs()
     assert (error[real] <= bound.expand_as(error)[real]).all(), f"worst {error[real].max():.2e}"
-
-

@@ -40,7 +40,9 @@ def test_decoding_equals_the_reference(fmt: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("scratch", [1, 3000, 20000])
-@pytest.mark.parametrize("case", ["ragged", "seventeen queries", "everything", "window", "ring, five queries", "float mask"])
+@pytest.mark.parametrize(
+    "case", ["ragged", "seventeen queries", "everything", "window", "ring, five queries", "float mask"]
+)
 def test_short_runs_change_nothing(case: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_kvcache.ops import runs
 

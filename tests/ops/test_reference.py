@@ -15,7 +15,12 @@ from tests.ops.cases import CASES, Case, assert_right, call_of, layer_of
 
 
 def by_hand(
-    query: list[float], keys: list[list[float]], values: list[list[float]], scale: float, cap: float | None, sink: float | None
+    query: list[float],
+    keys: list[list[float]],
+    values: list[list[float]],
+    scale: float,
+    cap: float | None,
+    sink: float | None,
 ) -> list[float]:
     scores = [scale * sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
     if cap is not None:
