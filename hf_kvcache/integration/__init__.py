@@ -11,7 +11,6 @@ them is looked for, not derived from a version.
 from __future__ import annotations
 
 import importlib
-import sys
 
 from hf_kvcache.integration.import_hook import when_imported
 
@@ -52,8 +51,3 @@ def register_on_import() -> None:
     """As `register`, but each part only once transformers has been imported that far: `import hf_kvcache` stays light."""
     for part, modules in _PARTS.items():
         when_imported(modules, lambda part=part: _switch_on(part))  # type: ignore[misc]
-
-
-def is_registered() -> bool:
-    """Whether the names are known to transformers now."""
-    return "names" in _active and "transformers" in sys.modules
