@@ -112,12 +112,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _check_plot(path: str) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise EvalError("--plot needs matplotlib, which is not installed")
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise EvalError(f"--plot {path!r}: accepted are files that end in .png, .svg or .pdf")
     if not Path(path).resolve().parent.is_dir():
         raise EvalError(f"--plot {path!r}: there is no such folder")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EvalError("--plot needs matplotlib, which is not installed")
 
 
 def draw(rows: list[dict[str, Any]], path: str, title: str) -> None:

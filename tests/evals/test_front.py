@@ -58,26 +58,9 @@ def test_an_absent_package_is_not_installed(module: str) -> None:
 def test_a_run_prints_the_table_and_draws_the_plot(folder, tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "front.png"
-    small = [
-        "--windows",
-        "3",
-        "--window",
-        "64",
-        "--prefill",
-        "48",
-        "--batch",
-        "3",
-        "--text-file",
-        str(folder / "text.txt"),
-    ]
-    options = [
-        "--caches",
-        "paged_fp8",
-        "paged_int2:residual_length=0,page_size=16,q_group_size=16",
-        "--plot",
-        str(plot),
-    ]
-    assert cli.main(["eval", "front", str(folder), *small, *options]) == 0
+    small = ["--windows=3", "--window=64", "--prefill=48", "--batch=3", f"--text-file={folder / 'text.txt'}"]
+    caches = ["--caches", "paged_fp8", "paged_int2:residual_length=0,page_size=16,q_group_size=16"]
+    assert cli.main(["eval", "front", str(folder), *small, *caches, "--plot", str(plot)]) == 0
     shown = capsys.readouterr().out
     assert "paged_int2:residual_length=0" in shown
     assert plot.read_bytes().startswith(b"\x89PNG")
