@@ -15,6 +15,7 @@ from hf_kvcache.formats import pages as codec
 from hf_kvcache.formats.spec import FormatSpec, PageLayout
 from hf_kvcache.layers.lazy import LazyKV
 from hf_kvcache.memory.indices import IndexCache
+from hf_kvcache.memory.ring import RingMoves
 from hf_kvcache.memory.store import PageStore
 from hf_kvcache.memory.table import Append, BlockTable, Crop
 from hf_kvcache.ops.append import encoder
@@ -27,9 +28,10 @@ class Kind:
 
     table: BlockTable
     indices: IndexCache = field(init=False)
+    moves: RingMoves = field(init=False)
 
     def __post_init__(self) -> None:
-        self.indices = IndexCache(self.table)
+        self.indices, self.moves = IndexCache(self.table), RingMoves(self.table)
 
 
 @dataclass
@@ -233,40 +235,25 @@ class PagedLayer(CacheLayerMixin):
                 store[b, :, old:new] = x[b, :, skip : skip + new - old]
 
     def _write_ring(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Other formats: seal the pages that are due, keep the rest exact in the ring.
-
-        Token t of a row is in ring slot t % C. A page that is sealed takes its tokens from the ring as it was and
-        from this append.
-        """
-        assert self.store is not None and self.layout is not None
-        P, sealed, lengths, old = self.layout.page_size, self.kind.table.sealed, plan.lengths, plan.old_lengths
+        """Other formats: seal the pages that are due, keep the rest exact in the ring."""
         ring = self.ring or Exact(room(k, 0), room(v, 0))
-        C = ring.keys.shape[2]
-        most = int((lengths - sealed).max(initial=0))
-        size = C if 0 < most <= C else P * -(-max(most, self.kind.table.residual + P) // P)
-        moves = size != C or len(plan.seal_rows) > 0  # else the new tokens just find their slots
-        first = sealed if moves else np.maximum(sealed, old)
-        rows = np.repeat(np.arange(len(lengths)), lengths - first)
-        token = np.concatenate([np.arange(lo, hi) for lo, hi in zip(first, lengths, strict=True)])
-        base = C if moves else 0  # tokens are taken from [ring | this append], or from this append alone
-
-        def source(row: np.ndarray, token: np.ndarray) -> np.ndarray:
-            new = base + token - old[row] + plan.skip[row]
-            return np.where(token < old[row], token % max(C, 1), new)
-
-        if len(plan.seal_rows):
-            page = plan.seal_index[:, None] * P
-            sealing = page + np.arange(P)  # sinks stay out of the scales of page 0: a later token stands in for them
-            sealing = np.minimum(np.maximum(sealing, self.spec.sinks), page + P - 1)
-            self._seal(plan, ring, k, v, source(plan.seal_rows[:, None], sealing))
-        out = []
+        move = self.kind.moves.get(plan, ring.keys.shape[2], self.spec.sinks)
+        if move.sealing is not None:
+            self._seal(plan, ring, k, v, move.sealing)
+        if move.slots != ring.keys.shape[2]:
+            larger = Exact(room(k, move.slots), room(v, move.slots))
+            if move.kept is not None:
+                rows, before, after = map(self._tensor, move.kept)
+                larger.keys[rows, :, after] = ring.keys[rows, :, before]
+                larger.values[rows, :, after] = ring.values[rows, :, before]
+            ring = self.ring = larger
         for held, x in ((ring.keys, k), (ring.values, v)):
-            both = torch.cat((held, x), dim=2) if moves else x
-            target = held if size == C else room(x, size)
-            at = self._tensor(source(rows, token))
-            target[self._tensor(rows), :, self._tensor(token % size)] = both[self._tensor(rows), :, at]
-            out.append(target)
-        self.ring = Exact(*out)
+            if move.run is not None:
+                column, slot, count = move.run
+                held[:, :, slot : slot + count] = x[:, :, column : column + count]
+            else:
+                rows, columns, slots = map(self._tensor, move.new)
+                held[rows, :, slots] = x[rows, :, columns]
 
     def _seal(self, plan: Append, ring: Exact, k: torch.Tensor, v: torch.Tensor, source: np.ndarray) -> None:
         """Encode the pages that are due; `source` `[N, P]` is where their tokens are in [ring | this append]."""
