@@ -1,8 +1,9 @@
-"""Where an append's tokens go in the ring of exact tokens: worked out once, followed by every layer of a kind."""
+"""Where an append's tokens go among the exact ones, ring and sinks: worked out once, for every layer of a kind."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,22 +31,33 @@ class RingMove:
     sealing: np.ndarray | None
 
 
-class RingMoves:
-    """The latest `RingMove` of one table, made once for all layers."""
+class ExactMoves:
+    """What the latest append of one table does to exact tokens, made once for all layers."""
 
     def __init__(self, table: BlockTable) -> None:
         self.table = table
-        self._made: tuple[Append, int, int, RingMove] | None = None
+        self._plan: Append | None = None
+        self._made: dict[tuple[str, int, int], Any] = {}
 
-    def get(self, plan: Append, slots: int, sinks: int) -> RingMove:
+    def _get(self, plan: Append, key: tuple[str, int, int], make: Callable[[], Any]) -> Any:
+        if self._plan is not plan:
+            self._plan, self._made = plan, {}
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def ring(self, plan: Append, slots: int, sinks: int) -> RingMove:
         """How a ring of `slots` slots (0: none yet) follows `plan`, the table's latest append."""
-        made = self._made
-        if made is None or made[0] is not plan or made[1:3] != (slots, sinks):
-            made = self._made = (plan, slots, sinks, _move(self.table, plan, slots, sinks))
-        return made[3]
+        made: RingMove = self._get(plan, ("ring", slots, sinks), lambda: _move(self.table, plan, slots, sinks))
+        return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RingMoves:
-        fork = RingMoves(copy.deepcopy(self.table, memo))
+    def sinks(self, plan: Append, count: int) -> list[tuple[int, int, int, int]]:
+        """New tokens that belong to the `count` sinks: (row, first token, end, column of the first)."""
+        made: list[tuple[int, int, int, int]] = self._get(plan, ("sinks", count, 0), lambda: _sinks(plan, count))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExactMoves:
+        fork = ExactMoves(copy.deepcopy(self.table, memo))
         memo[id(self)] = fork
         return fork
 
@@ -62,6 +74,12 @@ def _move(table: BlockTable, plan: Append, slots: int, sinks: int) -> RingMove:
         rows, token = _tokens(sealed, np.maximum(sealed, old))
         kept = (rows, token % slots, token % size)
     return RingMove(size, kept, new, _run(new, len(old)), _sealing(plan, slots, sinks, P))
+
+
+def _sinks(plan: Append, count: int) -> list[tuple[int, int, int, int]]:
+    rows = np.flatnonzero((plan.old_lengths < count) & (plan.lengths > plan.old_lengths))
+    ends = np.minimum(plan.lengths, count)
+    return [(int(b), int(plan.old_lengths[b]), int(ends[b]), int(plan.skip[b])) for b in rows]
 
 
 def _tokens(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
