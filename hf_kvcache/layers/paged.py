@@ -61,14 +61,17 @@ class PagedLayer(CacheLayerMixin):
 
     spec: the format. kind: what the layer shares with the others of its kind. leader: whether this layer is the
     first of them. window: the model's sliding window for this layer, itself included, or None.
-    impl: attention implementation (`ops.api.IMPLS`) or "auto".
+    impl: attention implementation (`ops.api.IMPLS`) or "auto". steer: what `formats.steering.prepare` made of a
+    calibration for this layer's keys, or None.
     """
 
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, spec: FormatSpec, kind: Kind, *, leader: bool, impl: str = "auto") -> None:
-        self.spec, self.kind, self.leader, self.impl = spec, kind, leader, impl
+    def __init__(
+        self, spec: FormatSpec, kind: Kind, *, leader: bool, impl: str = "auto", steer: torch.Tensor | None = None
+    ) -> None:
+        self.spec, self.kind, self.leader, self.impl, self.steer = spec, kind, leader, impl, steer
         self.is_sliding = kind.table.window is not None
         self.sliding_window = kind.table.window
         self.layout: PageLayout | None = None
@@ -137,6 +140,7 @@ class PagedLayer(CacheLayerMixin):
                 transposed=key_states.device.type == "cuda",
             )
             self.store = PageStore(self.layout, self.device)
+        self.steer = None if self.steer is None else self.steer.to(self.device)
         self.is_initialized = True
 
     def _check(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -153,6 +157,11 @@ class PagedLayer(CacheLayerMixin):
             for x, spec in ((k, self.spec.key), (v, self.spec.value)):
                 if spec.rotate:
                     hadamard.block_size(x.shape[3])
+            if self.steer is not None and self.steer.shape[:2] != (k.shape[1], k.shape[3]):
+                raise CacheUseError(
+                    f"the calibration is of {self.steer.shape[0]} heads with {self.steer.shape[1]} channels, and the keys "
+                    f"have {k.shape[1]} with {k.shape[3]}: it was made for another model"
+                )
             return
         assert self.layout is not None
         if (k.dtype, v.dtype) != (self.dtypes["k"], self.dtypes["v"]):
@@ -260,12 +269,12 @@ class PagedLayer(CacheLayerMixin):
         fused = encoder(self.layout, self.device.type, self.impl)
         if fused is not None:
             where = (plan.seal_rows, source, plan.seal_pages)
-            fused.write_pages(self.layout, self.store.addresses, where, k, v, (ring.keys, ring.values))
+            fused.write_pages(self.layout, self.store.addresses, where, k, v, (ring.keys, ring.values), self.steer)
             return
         rows, at = self._tensor(plan.seal_rows[:, None]), self._tensor(source)
         for side, held, x in zip(codec.SIDES, (ring.keys, ring.values), (k, v), strict=True):
             tokens = torch.cat((held, x), dim=2)[rows, :, at].transpose(1, 2)  # [N, H, P, D]
-            self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout))
+            self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout, self.steer))
 
     def _tensor(self, x: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(x, device=self.device)
