@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 CONSTRAINTS ?= requirements/constraints.txt
-PYTEST ?= -q
+PYTEST ?= -q -m "not slow"  # `make test PYTEST=-q` runs the long ones too
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 export PYTHONPATH := $(CURDIR)

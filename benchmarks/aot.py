@@ -55,18 +55,23 @@ class _Driver:
 
 def target_of(chip: str) -> GPUTarget:
     """The compiler's name of a chip."""
-    return GPUTarget("hip", chip, 64) if chip.startswith("gfx") else GPUTarget("cuda", int(chip.removeprefix("sm_")), 32)
+    return (
+        GPUTarget("hip", chip, 64) if chip.startswith("gfx") else GPUTarget("cuda", int(chip.removeprefix("sm_")), 32)
+    )
 
 
 @contextmanager
-def launches(chip: str) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
-    """Within it, launches on CPU tensors are compiled for `chip` and listed: name, compiled kernel, options."""
+def launches(chip: str, **override: Any) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
+    """Within it, launches on CPU tensors are compiled for `chip` and listed: name, compiled kernel, options.
+
+    override: launch options to use instead of the library's.
+    """
     got: list[tuple[str, Any, dict[str, Any]]] = []
     run, driver = JITFunction.run, triton.runtime.driver
     before = driver._active
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        kernel = run(self, *args, grid=grid, warmup=True, **{**options, **override})
         got.append((self.fn.__name__, kernel, options))
         return kernel
 
@@ -80,7 +85,7 @@ def launches(chip: str) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
 
 @dataclass
 class Report:
-    """What one kernel became. loop: opcode counts of the main loop; spills in bytes; loads: widths of its global loads."""
+    """What one kernel became. loop: opcode counts of the main loop; spills in bytes."""
 
     name: str
     chip: str
@@ -110,7 +115,9 @@ class Report:
     @property
     def loads(self) -> dict[str, int]:
         """Global loads of the main loop by opcode and width."""
-        return {op: n for op, n in self.loop.items() if op.startswith(("LDG.", "LDGSTS.", "global_load", "buffer_load"))}
+        return {
+            op: n for op, n in self.loop.items() if op.startswith(("LDG.", "LDGSTS.", "global_load", "buffer_load"))
+        }
 
 
 def _tool(name: str) -> str:
@@ -140,7 +147,9 @@ def read(name: str, chip: str, kernel: Any, warps: int) -> Report:
         command = [get_ptxas(arch).path, "-v", *flags, f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}", ptx]
         log = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True).stderr
         sass = subprocess.run([_tool("cuobjdump"), "-sass", cubin], capture_output=True, text=True).stdout
-    numbers = [re.search(p, log) for p in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")]
+    numbers = [
+        re.search(p, log) for p in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
+    ]
     registers, stored, loaded = (int(m.group(1)) if m else -1 for m in numbers)
     lines = [
         (int(m.group(1), 16), m.group(2).strip())

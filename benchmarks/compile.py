@@ -30,8 +30,8 @@ from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.triton import launch, run
 
 CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
-COMMON = ("exact", "fp8", "int8", "int4", "int2", "int4-channel")  # on every chip; the others on sm_90 alone
-SHAPES = {"exact": ((64, 1), (80, 1), (256, 1), (128, 16)), "fp8": ((256, 1),), "int4": ((64, 1),)}
+COMMON = ("exact", "fp8", "int8", "int4", "int2", "token4")  # on every chip; the others on sm_90 alone
+SHAPES = {"exact": ((64, 1), (80, 1), (256, 1), (128, 16)), "fp8": ((256, 1),), "token4": ((64, 1),)}
 COLUMNS = (
     "chip", "kernel", "warps", "registers", "spilled", "shared", "programs", "mma", "16-byte loads", "narrower",
     "loop", "bytes a token", "instr. a byte", "bound H200", "bound A100",
@@ -139,7 +139,7 @@ def main() -> int:
     work = [(measure, case) for case in cases(args.chip, args.format)]
     if not args.format:
         work += [(measure_latent, (chip, name)) for chip in args.chip for name in LATENTS]
-        work += [(measure_append, (chip, name)) for chip in args.chip for name in ("fp8", "int8", "int4-channel")]
+        work += [(measure_append, (chip, name)) for chip in args.chip for name in ("fp8", "int8", "int4")]
     for function, case in work:
         cells, wrong = function(*case)
         complaints += wrong

@@ -37,7 +37,7 @@ from hf_kvcache.ops.view import KVView
 
 SHAPES = ((1, 4096), (1, 32768), (8, 4096), (8, 16384), (8, 32768), (32, 4096))
 LATENT_SHAPES = ((1, 32768), (32, 4096), (64, 8192))
-DRY_FORMATS = ("exact", "fp8", "int8", "int4", "int2-channel")
+DRY_FORMATS = ("exact", "fp8", "int8", "int4", "token2")
 
 
 class Sink:
@@ -110,14 +110,23 @@ def gate(sink: Sink, device: str, dtype: torch.dtype, names: list[str], latents:
     return right
 
 
-def decode_figures(sink: Sink, timer: Timer, copy: float, dtype: torch.dtype, shapes: Any, names: list[str], heads: int) -> None:
+def decode_figures(
+    sink: Sink, timer: Timer, copy: float, dtype: torch.dtype, shapes: Any, names: list[str], heads: int
+) -> None:
     """Each format, and the rivals in the same run."""
     device = timer.device
     for B, L in shapes:
         query = torch.randn(B, 4 * heads, 1, 128, dtype=dtype, device=device)
 
         def add(name: str, seconds: float, size: int, B: int = B, L: int = L) -> None:
-            sink.add(figure="decode", shape=f"{B}x{L}", name=name, microseconds=seconds * 1e6, bytes=size, share=size / seconds / copy)
+            sink.add(
+                figure="decode",
+                shape=f"{B}x{L}",
+                name=name,
+                microseconds=seconds * 1e6,
+                bytes=size,
+                share=size / seconds / copy,
+            )
 
         for name in names:
             view = filled_view(SPECS[name], heads, 128, dtype, B, L, device)
@@ -125,12 +134,12 @@ def decode_figures(sink: Sink, timer: Timer, copy: float, dtype: torch.dtype, sh
             add(name, timer.seconds(functools.partial(kernels.attend, call)), bytes_read(view))
             del view, call
         keys, values = (torch.randn(B, heads, L, 128, dtype=dtype, device=device) for _ in range(2))
-        sdpa = functools.partial(
-            torch.nn.functional.scaled_dot_product_attention, query, keys, values, enable_gqa=True
-        )
+        sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, query, keys, values, enable_gqa=True)
         add("sdpa", timer.seconds(sdpa), 2 * keys.numel() * keys.element_size())
         if device == "cuda" and importlib.util.find_spec("flashinfer"):
-            add("flashinfer", timer.seconds(flashinfer_call(query, B, L, heads)), 2 * keys.numel() * keys.element_size())
+            add(
+                "flashinfer", timer.seconds(flashinfer_call(query, B, L, heads)), 2 * keys.numel() * keys.element_size()
+            )
         del keys, values, sdpa
 
 
@@ -161,7 +170,12 @@ def latent_figures(sink: Sink, timer: Timer, copy: float, dtype: torch.dtype, sh
             seconds = timer.seconds(functools.partial(decode_latent, AttendCall(query, view, 0.07)))
             size = bytes_read(view)
             sink.add(
-                figure="latent", shape=f"MLA {B}x{L}", name=name, microseconds=seconds * 1e6, bytes=size, share=size / seconds / copy
+                figure="latent",
+                shape=f"MLA {B}x{L}",
+                name=name,
+                microseconds=seconds * 1e6,
+                bytes=size,
+                share=size / seconds / copy,
             )
             del view
 
@@ -172,16 +186,27 @@ def model_figures(sink: Sink, device: str, dry: bool) -> None:
 
     import hf_kvcache  # noqa: F401
 
-    tiny = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    tiny = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
     big = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     size: dict[str, Any] = tiny if dry else big
-    config = LlamaConfig(**size, num_key_value_heads=2 if dry else 8, head_dim=64 if dry else 128, max_position_embeddings=65536)
+    config = LlamaConfig(
+        **size, num_key_value_heads=2 if dry else 8, head_dim=64 if dry else 128, max_position_embeddings=65536
+    )
     with torch.device(device):
         model = LlamaForCausalLM(config).to(torch.float32 if dry else torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     contenders: dict[str, dict[str, Any]] = {"dynamic": {}}
     if importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"):
-        contenders["quantized (quanto, 4 bits)"] = {"cache_implementation": "quantized", "cache_config": {"backend": "quanto", "nbits": 4}}
+        contenders["quantized (quanto, 4 bits)"] = {
+            "cache_implementation": "quantized",
+            "cache_config": {"backend": "quanto", "nbits": 4},
+        }
     contenders |= {f"paged_{name}": {"cache_implementation": f"paged_{name}"} for name in FORMATS}
     for B, L in ((1, 96),) if dry else ((1, 4096), (1, 32768), (8, 8192)):
         prompt = torch.randint(0, config.vocab_size, (B, L), device=device)
@@ -198,7 +223,14 @@ def model_figures(sink: Sink, device: str, dry: bool) -> None:
             (few, short), (many, long) = seconds.items()
             peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
             rate = B * (many - few) / max(long - short, 1e-9)
-            sink.add(figure="model", shape=f"{B}x{L}", name=name, tokens_per_second=rate, prefill_seconds=short, peak_bytes=peak)
+            sink.add(
+                figure="model",
+                shape=f"{B}x{L}",
+                name=name,
+                tokens_per_second=rate,
+                prefill_seconds=short,
+                peak_bytes=peak,
+            )
 
 
 def main() -> int:
@@ -222,7 +254,12 @@ def main() -> int:
             print("a kernel is wrong: no times are taken", file=sys.stderr)
             return 1
         copy = timer.copy_bandwidth()
-        sink.add(figure="copy", bytes_per_second=copy, device="cpu" if args.dry else torch.cuda.get_device_name(), torch=torch.__version__)
+        sink.add(
+            figure="copy",
+            bytes_per_second=copy,
+            device="cpu" if args.dry else torch.cuda.get_device_name(),
+            torch=torch.__version__,
+        )
         decode_figures(sink, timer, copy, dtype, ((1, 128),) if args.dry else SHAPES, names, 1 if args.dry else 8)
         latent_figures(sink, timer, copy, dtype, ((1, 128),) if args.dry else LATENT_SHAPES, 16 if args.dry else 128)
         if not args.skip_model:

@@ -8,6 +8,7 @@ from hf_kvcache.formats.pages import field_view
 from hf_kvcache.formats.spec import FORMATS, FormatSpec, PageLayout, SideSpec
 from hf_kvcache.ops.view import KVView
 
+
 def _low(bits: int, per: str = "token", group: int | None = None, rotate: bool = False) -> SideSpec:
     return SideSpec("int", bits, per, group, symmetric=False, rotate=rotate)  # type: ignore[arg-type]
 
@@ -16,19 +17,12 @@ def _ringed(name: str, key: SideSpec, value: SideSpec) -> FormatSpec:
     return FormatSpec(name, key, value, residual=32, sinks=4)
 
 
-# One of each kind of kernel, whatever formats the library names.
+# The library's formats, and the cheapest kernels of low bits: one scale a token.
 SPECS: dict[str, FormatSpec] = {
-    **{name: FORMATS[name] for name in ("exact", "fp8", "fp8_e5m2", "int8")},
-    "int4": _ringed("int4", _low(4), _low(4)),
-    "int3": _ringed("int3", _low(3), _low(3)),
-    "int2": _ringed("int2", _low(2), _low(2)),
-    "int4-channel": _ringed("int4-channel", _low(4, "channel", rotate=True), _low(4, rotate=True)),
-    "int2-channel": _ringed("int2-channel", _low(2, "channel", rotate=True), _low(2, rotate=True)),
-    "kivi4": _ringed("kivi4", _low(4, "channel", 32), _low(4, "token", 32)),
-    "kivi2": _ringed("kivi2", _low(2, "channel", 32), _low(2, "token", 32)),
-    "k8v4": _ringed("k8v4", SideSpec("int", 8, rotate=True), _low(4, rotate=True)),
+    **FORMATS,
+    "token4": _ringed("token4", _low(4), _low(4)),
+    "token2": _ringed("token2", _low(2), _low(2)),
 }
-
 LATENTS: dict[str, FormatSpec] = {
     f"mla-{name}": FormatSpec(f"mla-{name}", key, SideSpec("exact", 16))
     for name, key in (("exact", SideSpec("exact", 16)), ("fp8", SideSpec("fp8_e4m3", 8)), ("int8", SideSpec("int", 8)))
@@ -36,7 +30,13 @@ LATENTS: dict[str, FormatSpec] = {
 
 
 def empty_view(
-    spec: FormatSpec, heads: int, dim: int, dtype: torch.dtype, batch: int = 1, tokens: int = 1024, value_dim: int | None = None
+    spec: FormatSpec,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    batch: int = 1,
+    tokens: int = 1024,
+    value_dim: int | None = None,
 ) -> KVView:
     """A view with tables and lengths but only as much memory as its addresses need: to compile, not to run."""
     name = str(dtype).removeprefix("torch.")
@@ -47,11 +47,20 @@ def empty_view(
     full = torch.full((batch,), tokens, dtype=torch.int32)
     exact = {}
     if spec.sinks:
-        exact |= {f"sink_{s}": torch.empty(batch, heads, spec.sinks, d, dtype=dtype) for s, d in (("keys", dim), ("values", layout.value_dim))}
+        exact |= {
+            f"sink_{s}": torch.empty(batch, heads, spec.sinks, d, dtype=dtype)
+            for s, d in (("keys", dim), ("values", layout.value_dim))
+        }
     if not spec.direct:
         capacity = -(-(spec.residual + 2 * P) // P) * P
-        exact |= {f"ring_{s}": torch.empty(batch, heads, capacity, d, dtype=dtype) for s, d in (("keys", dim), ("values", layout.value_dim))}
-        exact |= {f"new_{s}": torch.empty(batch, heads, 1, d, dtype=dtype) for s, d in (("keys", dim), ("values", layout.value_dim))}
+        exact |= {
+            f"ring_{s}": torch.empty(batch, heads, capacity, d, dtype=dtype)
+            for s, d in (("keys", dim), ("values", layout.value_dim))
+        }
+        exact |= {
+            f"new_{s}": torch.empty(batch, heads, 1, d, dtype=dtype)
+            for s, d in (("keys", dim), ("values", layout.value_dim))
+        }
     return KVView(
         layout, (slab,), torch.zeros(pages, dtype=torch.int64), torch.zeros(batch, pages, dtype=torch.int32),
         torch.zeros(batch, dtype=torch.int32), full, full, tokens, tokens + (0 if spec.direct else 1), **exact,
@@ -59,7 +68,14 @@ def empty_view(
 
 
 def filled_view(
-    spec: FormatSpec, heads: int, dim: int, dtype: torch.dtype, batch: int, tokens: int, device: str, value_dim: int | None = None
+    spec: FormatSpec,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    batch: int,
+    tokens: int,
+    device: str,
+    value_dim: int | None = None,
 ) -> KVView:
     """A view of `tokens` random tokens a row, its pages in random order."""
     P = spec.page_size
@@ -93,9 +109,7 @@ def filled_view(
         return torch.full((batch,), n, dtype=torch.int32, device=device)
 
     addresses = pages.data_ptr() + torch.arange(batch * used, device=device) * layout.page_bytes
-    return KVView(
-        layout, (pages,), addresses, table, each(0), each(stored), each(sealed), stored, tokens, **exact
-    )
+    return KVView(layout, (pages,), addresses, table, each(0), each(stored), each(sealed), stored, tokens, **exact)
 
 
 def bytes_read(view: KVView) -> int:

@@ -13,7 +13,7 @@ from hf_kvcache.evals import models, perplexity
 
 TEXT = os.environ.get("HF_KVCACHE_TEXT") or str(Path(__file__).parent.parent / "evals" / "data" / "ferry.txt")
 QUESTION = "Explain in a few sentences how a river can push a ferry from one bank to the other."
-PROTOCOL = ["--windows", "4", "--window", "512", "--prefill", "384", "--batch", "4"]
+PROTOCOL = ["--windows", "4", "--window", "512", "--prefill", "416", "--batch", "4"]
 
 
 def generate() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_kvcache import calibration
 from hf_kvcache.config import CacheConfig, resolve
 from hf_kvcache.errors import ConfigError, UnsupportedModelError
 from hf_kvcache.fingerprint import config_fingerprint
-from hf_kvcache.layers.paged import Kind, PagedLayer
+from hf_kvcache.layers.paged import PagedLayer
+from hf_kvcache.layers.parts import Kind
 from hf_kvcache.memory.table import BlockTable
 from hf_kvcache.ops.api import IMPLS
 
@@ -68,7 +70,8 @@ class PagedCache(DynamicCache):
                         capacity=config.max_cache_len,
                     )
                 )
-            self.layers[i] = PagedLayer(spec, kinds[key], leader=leader, impl=config.impl)
+            steer = None if config.calibration is None else calibration.steers(config.calibration, i, spec.key)
+            self.layers[i] = PagedLayer(spec, kinds[key], leader=leader, impl=config.impl, steer=steer)
             self._report.append(LayerReport(i, "PagedLayer", spec.name, window, why))
         if not kinds:
             raise UnsupportedModelError(

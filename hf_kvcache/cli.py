@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import hf_kvcache
 from hf_kvcache.config import LAYOUTS
 from hf_kvcache.errors import KVCacheError
-from hf_kvcache.evals import front, perplexity
+from hf_kvcache.evals import calibrate, front, perplexity
 from hf_kvcache.formats.spec import FORMATS
 
 EPILOG = """\
@@ -48,6 +48,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     front.add_arguments(bits)
     bits.set_defaults(func=front.run)
+
+    calibration = commands.add_parser(
+        "calibrate", help=calibrate.ABOUT, description=calibrate.ABOUT, epilog=calibrate.EPILOG, formatter_class=raw
+    )
+    calibrate.add_arguments(calibration)
+    calibration.set_defaults(func=calibrate.run)
     return parser
 
 

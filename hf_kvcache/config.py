@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class CacheConfig:
     layers: tuple[tuple[int, FormatSpec], ...] = ()
     max_cache_len: int | None = None
     impl: str = "auto"
+    calibration: str | None = None
     prefix_store: Any = None
 
     def spec_of(self, layer: int, layers: int) -> FormatSpec:
@@ -58,6 +60,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
         max_cache_len: most columns the cache may hold; memory is then taken at once.
         prefix_store: a `hf_kvcache.PrefixStore`, where prompts look for beginnings that were encoded before.
         impl: attention implementation, see `hf_kvcache.impl_report()`.
+        calibration: a file that `hf-kvcache calibrate` made for the model: better keys below 8 bits.
 
     Raises ConfigError for anything else, in words.
     """
@@ -77,7 +80,9 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
     layers = tuple((_layer(index), _spec(_format(fmt_), given)) for index, fmt_ in _mapping(given, "layers").items())
     spec = _spec(FORMATS[fmt], given)
     max_cache_len = _integer(given, "max_cache_len", None, 1)
-    return CacheConfig(str(name), layout, spec, layers, max_cache_len, str(given.get("impl", "auto")), _store(given))
+    calibration = _calibration(given, [spec, *(layer for _, layer in layers)])
+    impl = str(given.get("impl", "auto"))
+    return CacheConfig(str(name), layout, spec, layers, max_cache_len, impl, calibration, _store(given))
 
 
 def _store(given: dict[str, Any]) -> Any:
@@ -89,7 +94,7 @@ def _store(given: dict[str, Any]) -> Any:
 
 _OPTIONS = (
     "page_size", "residual_length", "sinks", "nbits", "q_group_size", "rotate", "key", "value", "layers",
-    "max_cache_len", "impl", "prefix_store",
+    "max_cache_len", "impl", "calibration", "prefix_store",
 )  # fmt: skip
 
 
@@ -99,12 +104,11 @@ def _spec(spec: FormatSpec, given: dict[str, Any]) -> FormatSpec:
         side = _side(name, given[name], getattr(spec, name)) if name in given else getattr(spec, name)
         if side.scaled:
             changes: dict[str, Any] = {}
-            if "nbits" in given:
-                if side.kind != "int" or given["nbits"] != side.bits:
-                    raise ConfigError(
-                        f"nbits={given['nbits']!r} does not fit {spec.name!r}, whose {name}s have {side.bits} bits: "
-                        "choose the width by name, or one side with key= / value="
-                    )
+            if "nbits" in given and (side.kind != "int" or given["nbits"] != side.bits):
+                raise ConfigError(
+                    f"nbits={given['nbits']!r} does not fit {spec.name!r}, whose {name}s have {side.bits} bits: "
+                    "choose the width by name, or one side with key= / value="
+                )
             if "q_group_size" in given:
                 changes["group"] = _integer(given, "q_group_size", None, 8)
             if "rotate" in given:
@@ -143,6 +147,8 @@ def _side(name: str, value: Any, base: SideSpec) -> SideSpec:
         changes = {"bits": 16, "rotate": False, **changes}
     if changes.get("kind", base.kind) == "int" and "symmetric" not in changes:
         changes["symmetric"] = changes.get("bits", base.bits) == 8
+    if changes.get("bits", base.bits) != base.bits:
+        changes.setdefault("clip", 1.0)  # a share that was chosen for another width
     return dataclasses.replace(base, **changes)
 
 
@@ -150,6 +156,20 @@ def _format(name: Any) -> FormatSpec:
     if name not in FORMATS:
         raise ConfigError(f"{name!r} is not a format.{suggest(name, FORMATS)} Accepted: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def _calibration(given: dict[str, Any], specs: list[FormatSpec]) -> str | None:
+    path = given.get("calibration")
+    if path is None:
+        return None
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"calibration={path!r}: accepted is the path of a file that `hf-kvcache calibrate` wrote")
+    if not any(spec.key.per == "channel" for spec in specs):
+        raise ConfigError(
+            f"calibration={str(path)!r} steers the rounding of keys whose scales are per channel, and {specs[0].name} has none: "
+            "use it with int4, int3, int2 or a mixed format of these"
+        )
+    return os.fspath(path)
 
 
 def _mapping(given: dict[str, Any], name: str) -> Mapping[Any, Any]:

@@ -20,7 +20,7 @@ STANDARD_ONLY = ("hf_kvcache.errors", "hf_kvcache.config", "hf_kvcache.formats.s
 
 
 def imports(module: str) -> set[str]:
-    """Everything that a module's source imports, functions' bodies included, as full names; type checking only left out."""
+    """All that a module's source imports, inside functions too, as full names; not what is for type checking only."""
     out: set[str] = set()
     tree = ast.parse(MODULES[module].read_text())
     skipped = {
@@ -35,10 +35,14 @@ def imports(module: str) -> set[str]:
         if isinstance(node, ast.Import):
             out.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import"
+            source = node.module or ""
+            if node.level:
+                package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                source = ".".join([*above, *([source] if source else [])])
             for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                out.add(name if name in MODULES else str(node.module))
+                name = f"{source}.{alias.name}"
+                out.add(name if name in MODULES else source)
     return out
 
 
@@ -52,7 +56,9 @@ def test_standard_library_only(module: str) -> None:
         assert name.split(".")[0] in sys.stdlib_module_names or name in STANDARD_ONLY, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if under(m, *(f"hf_kvcache.{p}" for p in ("formats", "memory", "ops")))])
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if under(m, *(f"hf_kvcache.{p}" for p in ("formats", "memory", "ops")))]
+)
 def test_lower_parts_know_no_transformers_and_nothing_above(module: str) -> None:
     allowed = {
         "formats": ("hf_kvcache.errors", "hf_kvcache.formats"),
@@ -84,7 +90,9 @@ def test_only_integration_patches_transformers() -> None:
     for module in MODULES:
         for name in imports(module):
             if under(name, "transformers.generation", "transformers.masking_utils", "transformers.modeling_utils"):
-                assert under(module, "hf_kvcache.integration", "hf_kvcache.evals", "hf_kvcache.cli"), f"{module} imports {name}"
+                assert under(module, "hf_kvcache.integration", "hf_kvcache.evals", "hf_kvcache.cli"), (
+                    f"{module} imports {name}"
+                )
 
 
 def test_layers_and_caches_do_not_import_upwards() -> None:

@@ -12,13 +12,15 @@ import torch
 from transformers import TextStreamer
 
 import hf_kvcache
-from tests.grids import CACHE, DECODERS, EXACT, FULL, LOSSY, cache_of, model, padded, prompt
+from tests.grids import CACHE, DECODERS, EXACT, FULL, LOSSY, SLIDING, cache_of, model, padded, prompt, thinned
 
 NEW = 24
 ALL = (*DECODERS, "t5")
 
 
-def generate(name: str, cache: str | None = None, options: dict[str, Any] | None = None, /, **kwargs: Any) -> torch.Tensor:
+def generate(
+    name: str, cache: str | None = None, options: dict[str, Any] | None = None, /, **kwargs: Any
+) -> torch.Tensor:
     """Token ids, with a cache of ours or, by default, transformers' own."""
     given = {"input_ids": prompt(2), "max_new_tokens": NEW, "do_sample": False, **kwargs}
     if cache is not None:
@@ -49,12 +51,21 @@ MODES: dict[str, Callable[[str], dict[str, Any]]] = {
     "repetition penalty": lambda name: {"repetition_penalty": 1.3},
 }
 
+
+def without_fault(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' own cache can be asked for: before 5.20 a sliding assistant of its own gets more keys than its
+    mask has columns, and raises. Assisted decoding is greedy decoding, so that has to be the answer.
+    """
+    return {key: value for key, value in kwargs.items() if key != "assistant_model" or name not in SLIDING}
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("mode", MODES)
 def test_exact_equals_dynamic(mode: str, name: str) -> None:
     kwargs = MODES[mode](name)
-    expected = generate(name, **kwargs)
-    assert len(set(expected[:, -NEW:].flatten().tolist())) > 3, "a model that repeats itself proves nothing"
+    expected = generate(name, **without_fault(name, kwargs))
+    distinct = 1 if mode == "prompt lookup" else 3  # which looks for what repeats itself
+    assert len(set(expected[:, -NEW:].flatten().tolist())) > distinct, "a model that repeats itself proves nothing"
     for options in EXACT.values():
         assert torch.equal(generate(name, "paged_exact", options, **kwargs), expected)
 
@@ -126,7 +137,7 @@ def test_a_hand_written_loop(name: str, attached: bool) -> None:
         assert torch.equal(ids, expected)
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma2", "gpt2"))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_attentions_are_given_when_asked_for(name: str) -> None:
     net = model(name, "eager")
     kwargs = {"max_new_tokens": 6, "do_sample": False, "output_attentions": True, "return_dict_in_generate": True}
@@ -155,13 +166,17 @@ def test_attentions_asked_for_in_the_config() -> None:
     assert torch.equal(got.sequences, expected.sequences)
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma2", "gpt_oss"))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_eager_models_are_served(name: str) -> None:
     net = model(name, "eager")
     expected = net.generate(**padded((5, 30))[0], max_new_tokens=NEW, do_sample=False)
     for options in EXACT.values():
         got = net.generate(
-            **padded((5, 30))[0], max_new_tokens=NEW, do_sample=False, cache_implementation="paged_exact", cache_config=options
+            **padded((5, 30))[0],
+            max_new_tokens=NEW,
+            do_sample=False,
+            cache_implementation="paged_exact",
+            cache_config=options,
         )
         assert torch.equal(got, expected)
     assert net.config._attn_implementation == "eager"
@@ -208,8 +223,7 @@ def test_pipeline() -> None:
 # ---- formats that lose digits
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen2", "gpt2", "gemma2"))
-@pytest.mark.parametrize("fmt", LOSSY)
+@pytest.mark.parametrize(("fmt", "name"), thinned(LOSSY, ("llama", "qwen2", "gpt2", "gemma2")))
 def test_each_row_of_a_padded_batch_equals_the_row_alone(fmt: str, name: str) -> None:
     batch, rows = padded((5, 17, 64))
     kwargs = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 6}
@@ -222,8 +236,7 @@ def test_each_row_of_a_padded_batch_equals_the_row_alone(fmt: str, name: str) ->
             assert gap <= 2e-2 * alone.logits[step].abs().max()
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen2", "gemma2", "gpt_oss"))
-@pytest.mark.parametrize("fmt", LOSSY)
+@pytest.mark.parametrize(("fmt", "name"), thinned(LOSSY, ("llama", "qwen2", "gemma2", "gpt_oss")))
 def test_attached_and_decoded_reads_agree(fmt: str, name: str) -> None:
     net = copy.deepcopy(model(name))
     ids = prompt(2, 70)
@@ -239,8 +252,7 @@ def test_attached_and_decoded_reads_agree(fmt: str, name: str) -> None:
     assert (logits[0][1] - logits[1][1]).abs().max() <= 2e-2 * logits[0][1].abs().max()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("fmt", LOSSY)
+@pytest.mark.parametrize(("fmt", "mode"), thinned(LOSSY, MODES))
 def test_every_mode_runs_with_every_format(fmt: str, mode: str) -> None:
     out = generate("llama", f"paged_{fmt}", {"page_size": None}, **{"max_new_tokens": 8, **MODES[mode]("llama")})
     again = generate("llama", f"paged_{fmt}", {"page_size": None}, **{"max_new_tokens": 8, **MODES[mode]("llama")})

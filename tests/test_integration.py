@@ -108,8 +108,8 @@ net = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
 assert net.generation_config.cache_implementation == "quantized"
 try:
     net.generate(torch.tensor([[2, 3, 4]]), max_new_tokens=2)
-except ValueError as error:
-    assert "hf_kvcache" in str(error) or "backend" in str(error), error
+except (TypeError, ValueError) as error:  # it depends on the version which of our options transformers stumbles over
+    assert any(word in str(error) for word in ("hf_kvcache", "backend", "format")), error
 else:
     raise SystemExit("nothing was said")
 import hf_kvcache
@@ -207,9 +207,7 @@ def test_the_models_generation_config_is_never_changed() -> None:
 def test_the_attention_implementation_is_the_users_again(attn: str) -> None:
     net = copy.deepcopy(model("llama", attn))
     seen = []
-    hook = net.model.layers[0].self_attn.register_forward_hook(
-        lambda *_: seen.append(net.config._attn_implementation)
-    )
+    hook = net.model.layers[0].self_attn.register_forward_hook(lambda *_: seen.append(net.config._attn_implementation))
     run(net, cache_implementation="paged_fp8")
     hook.remove()
     assert seen
@@ -254,7 +252,9 @@ def test_two_models_do_not_mix() -> None:
 def test_threads_share_a_model() -> None:
     net = model("llama")
     names = ["paged_exact", "paged_fp8", "paged_int8", None]
-    expected = [run(net, input_ids=prompt(1, 20, i), cache_implementation=name).sequences for i, name in enumerate(names)]
+    expected = [
+        run(net, input_ids=prompt(1, 20, i), cache_implementation=name).sequences for i, name in enumerate(names)
+    ]
     got: dict[int, torch.Tensor] = {}
 
     def work(i: int) -> None:

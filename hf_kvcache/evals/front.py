@@ -7,10 +7,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from hf_kvcache.config import FORMATS
 from hf_kvcache.evals import perplexity
 from hf_kvcache.evals.candidates import EXACT
 from hf_kvcache.evals.errors import EvalError
+from hf_kvcache.formats.spec import FORMATS
 
 ABOUT = (
     "Bits per number against KL divergence, for every format and transformers' quantized caches; a table and a plot."
@@ -112,12 +112,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _check_plot(path: str) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise EvalError("--plot needs matplotlib, which is not installed")
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise EvalError(f"--plot {path!r}: accepted are files that end in .png, .svg or .pdf")
     if not Path(path).resolve().parent.is_dir():
         raise EvalError(f"--plot {path!r}: there is no such folder")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EvalError("--plot needs matplotlib, which is not installed")
 
 
 def draw(rows: list[dict[str, Any]], path: str, title: str) -> None:

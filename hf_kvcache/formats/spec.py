@@ -76,7 +76,7 @@ class SideSpec:
     @property
     def direct(self) -> bool:
         """Whether one token can be encoded without its neighbours: written straight into the open page."""
-        return self.kind == "exact" or (self.bits == 8 and self.per == "token")
+        return self.kind == "exact" or (self.bits == 8 and self.per == "token" and self.symmetric)
 
     def groups(self, tokens: int, head_dim: int) -> int:
         """Groups along the grouped axis (head dim for `token`, page for `channel`)."""
@@ -203,6 +203,8 @@ def _values(bits: int, clip: float = 1.0) -> SideSpec:
 
 _EXACT = SideSpec("exact", 16)
 _INT8 = SideSpec("int", 8, rotate=True)
+_E4M3 = SideSpec("fp8_e4m3", 8, rotate=True)  # on SmolLM2 rotation takes 40 % off the divergence
+_E5M2 = SideSpec("fp8_e5m2", 8, rotate=True)
 _K4, _K3, _K2 = _keys(4), _keys(3, clip=0.95), _keys(2, clip=0.9)
 _V4, _V3, _V2 = _values(4), _values(3, clip=0.95), _values(2, clip=0.75)
 
@@ -210,8 +212,8 @@ FORMATS: dict[str, FormatSpec] = {
     spec.name: spec
     for spec in (
         FormatSpec("exact", _EXACT, _EXACT, about="the model's own dtype, in pages"),
-        FormatSpec("fp8", SideSpec("fp8_e4m3", 8), SideSpec("fp8_e4m3", 8), about="e4m3, a scale a token and head"),
-        FormatSpec("fp8_e5m2", SideSpec("fp8_e5m2", 8), SideSpec("fp8_e5m2", 8), about="e5m2: more range, fewer digits"),
+        FormatSpec("fp8", _E4M3, _E4M3, about="e4m3, rotated, a scale a token and head"),
+        FormatSpec("fp8_e5m2", _E5M2, _E5M2, about="e5m2: more range, fewer digits"),
         FormatSpec("int8", _INT8, _INT8, about="rotated, a scale a token and head"),
         _low("int4", _K4, _V4, "rotated, keys per channel, 4 sinks"),
         _low("int3", _K3, _V3, "as int4 with 3 bits"),

@@ -12,7 +12,6 @@ them is looked for, not derived from a version.
 from __future__ import annotations
 
 import importlib
-import sys
 
 from hf_kvcache.integration.import_hook import when_imported
 
@@ -27,6 +26,8 @@ _active: set[str] = set()
 
 
 def _switch_on(part: str) -> None:
+    for module in _PARTS[part]:  # their arrival may switch the part on by itself
+        importlib.import_module(module)
     if part not in _active:
         importlib.import_module(f"{__name__}.{part}").register()
         _active.add(part)
@@ -34,7 +35,9 @@ def _switch_on(part: str) -> None:
 
 def register() -> None:
     """Make every name of ours known to transformers, importing it if need be. Idempotent."""
-    for part in _PARTS:
+    for part, modules in _PARTS.items():
+        for module in modules:  # first, or a part that imports them itself would be asked for while half loaded
+            importlib.import_module(module)
         _switch_on(part)
 
 
@@ -50,8 +53,3 @@ def register_on_import() -> None:
     """As `register`, but each part only once transformers has been imported that far: `import hf_kvcache` stays light."""
     for part, modules in _PARTS.items():
         when_imported(modules, lambda part=part: _switch_on(part))  # type: ignore[misc]
-
-
-def is_registered() -> bool:
-    """Whether the names are known to transformers now."""
-    return "names" in _active and "transformers" in sys.modules

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvcache.caches import PagedCache
-from hf_kvcache.integration.attention import BASES
+from hf_kvcache.integration.bases import BASES
 
 CACHE_KWARGS = ("cache", "past_key_values", "cache_params")  # what forward calls its cache, by version and model
 _LOCK = threading.RLock()
@@ -76,7 +77,7 @@ def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
         switch = config.__dict__.get(_SWITCH)
         if switch is None:
             base = config._attn_implementation
-            if base not in BASES:
+            if BASES.get(base) not in ALL_ATTENTION_FUNCTIONS:  # nothing of ours stands on it, or we are unregistered
                 return
             switch = config.__dict__[_SWITCH] = _Switch(base)
             config._attn_implementation_internal = BASES[base]

@@ -1,4 +1,8 @@
-"""`generate` builds our cache when a name asks for it: a wrapper of one method of transformers."""
+"""`generate` builds our cache when a name asks for it: a wrapper of one method of transformers.
+
+What needs our caches is imported in the wrapper: this module is loaded as soon as transformers is, which may be while
+`hf_kvcache.caches` itself is being imported.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
 
-from hf_kvcache.caches import build
 from hf_kvcache.config import cache_names, resolve
-from hf_kvcache.integration.attaching import CACHE_KWARGS, attach, paged_cache
-from hf_kvcache.integration.key_bias import warn_of_key_bias
 
 BACKEND = "hf_kvcache"  # cache_implementation="quantized", cache_config={"backend": BACKEND, ...}
 _ORIGINAL = GenerationMixin._prepare_cache_for_generation
@@ -40,6 +41,10 @@ def _request(generation_config: Any) -> tuple[str, dict[str, Any]] | None:
 
 @functools.wraps(_ORIGINAL)
 def _prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    from hf_kvcache.caches import build
+    from hf_kvcache.integration.attaching import CACHE_KWARGS, attach, paged_cache
+    from hf_kvcache.integration.key_bias import warn_of_key_bias
+
     passed = paged_cache(model_kwargs)
     if passed is not None:
         attach(self)

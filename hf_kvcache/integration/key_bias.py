@@ -34,9 +34,10 @@ def warn_of_key_bias(model: torch.nn.Module, cache: PagedCache) -> None:
             loud[i] = whole
     if loud:
         layers = ", ".join(f"{i}: 'exact'" for i in loud)
+        names = ", ".join(map(str, loud))
         warnings.warn(
-            f"the key bias of layers {', '.join(map(str, loud))} is up to {max(loud.values()):.0f} times as large as their "
-            f"keys without it, and {cache.config.name} loses such keys: use cache_config={{'layers': {{{layers}}}}}",
+            f"the key bias of layers {names} is up to {max(loud.values()):.0f} times as large as their keys without "
+            f"it, and {cache.config.name} loses such keys: use cache_config={{'layers': {{{layers}}}}}",
             stacklevel=2,
         )
 

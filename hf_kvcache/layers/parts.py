@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_kvcache.memory.exact import ExactMoves
 from hf_kvcache.memory.indices import IndexCache
 from hf_kvcache.memory.store import PageStore
 from hf_kvcache.memory.table import BlockTable
@@ -17,10 +18,11 @@ class Kind:
 
     table: BlockTable
     indices: IndexCache = field(init=False)
+    moves: ExactMoves = field(init=False)
     writers: list[PageStore] = field(default_factory=list)  # of an append that shares pages: who wrote already
 
     def __post_init__(self) -> None:
-        self.indices = IndexCache(self.table)
+        self.indices, self.moves = IndexCache(self.table), ExactMoves(self.table)
 
 
 @dataclass

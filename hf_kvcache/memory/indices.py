@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_kvcache.memory.table import Append, BlockTable
+from hf_kvcache.memory.plans import Append
+from hf_kvcache.memory.table import BlockTable
 
 
 @dataclass(frozen=True, eq=False)

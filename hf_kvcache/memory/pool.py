@@ -90,7 +90,8 @@ class PagePool:
 
     def references(self, pages: np.ndarray) -> np.ndarray:
         """Reference counts of `pages`."""
-        return self._refs[pages]
+        counts: np.ndarray = self._refs[pages]
+        return counts
 
 
 def _some(pages: np.ndarray) -> str:

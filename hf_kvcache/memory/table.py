@@ -373,4 +373,5 @@ class BlockTable:
 def _ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
     """`start[i], start[i] + 1, ...`, `count[i]` of them, one after the other."""
     ends = np.cumsum(count)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - count - start, count)
+    out: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - count - start, count)
+    return out

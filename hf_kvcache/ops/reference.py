@@ -19,7 +19,7 @@ def decode(view: KVView, dtype: torch.dtype = torch.float32) -> tuple[torch.Tens
     """
     layout, P = view.layout, view.layout.page_size
     out = []
-    for side, head_dim in (("k", layout.key_dim), ("v", layout.value_dim)):
+    for side, head_dim in zip(codec.SIDES, (layout.key_dim, layout.value_dim), strict=True):
         sinks, ring, new = (
             (view.sink_keys, view.ring_keys, view.new_keys)
             if side == "k"

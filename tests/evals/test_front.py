@@ -22,8 +22,8 @@ def result(text: str, bits: float, kl: float, narrow: float | None = None) -> di
 
 def test_the_front_is_what_nothing_as_small_beats() -> None:
     results = [
-        result("dynamic", 32, 0.0), result("paged_c", 8, 0.01), result("paged_b", 5, 0.02), result("paged_a", 9, 0.3, 4.0),
-        result("paged_d", 5, 0.05), result("quantized:backend=quanto", 6, 0.02),
+        result("dynamic", 32, 0.0), result("paged_c", 8, 0.01), result("paged_b", 5, 0.02),
+        result("paged_a", 9, 0.3, 4.0), result("paged_d", 5, 0.05), result("quantized:backend=quanto", 6, 0.02),
     ]  # fmt: skip
     rows = front.ranked(results)
     assert [(row["cache"]["text"], row["bits"], row["front"]) for row in rows] == [
@@ -58,26 +58,9 @@ def test_an_absent_package_is_not_installed(module: str) -> None:
 def test_a_run_prints_the_table_and_draws_the_plot(folder, tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "front.png"
-    small = [
-        "--windows",
-        "3",
-        "--window",
-        "64",
-        "--prefill",
-        "48",
-        "--batch",
-        "3",
-        "--text-file",
-        str(folder / "text.txt"),
-    ]
-    options = [
-        "--caches",
-        "paged_fp8",
-        "paged_int2:residual_length=0,page_size=16,q_group_size=16",
-        "--plot",
-        str(plot),
-    ]
-    assert cli.main(["eval", "front", str(folder), *small, *options]) == 0
+    small = ["--windows=3", "--window=64", "--prefill=48", "--batch=3", f"--text-file={folder / 'text.txt'}"]
+    caches = ["--caches", "paged_fp8", "paged_int2:residual_length=0,page_size=16,q_group_size=16"]
+    assert cli.main(["eval", "front", str(folder), *small, *caches, "--plot", str(plot)]) == 0
     shown = capsys.readouterr().out
     assert "paged_int2:residual_length=0" in shown
     assert plot.read_bytes().startswith(b"\x89PNG")

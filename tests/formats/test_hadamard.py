@@ -15,7 +15,7 @@ DIMS = [4, 16, 24, 64, 80, 96, 112, 128, 192, 256]
 def test_it_is_its_own_inverse_and_keeps_lengths(dim: int) -> None:
     x = torch.randn(7, 3, dim)
     turned = hadamard.rotate(x)
-    # Each butterfly rounds log2(D) <= 8 times, relative 2^-24, forth and back: 16 * 2^-24 ~ 1e-6 of the vector's length.
+    # log2(D) <= 8 butterflies round by 2^-24 each, forth and back: 16 * 2^-24 ~ 1e-6 of the vector's length.
     bound = 2e-6 * x.norm(dim=-1, keepdim=True)
     assert ((hadamard.rotate(turned) - x).abs() <= bound).all()
     assert torch.allclose(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-6)

@@ -67,7 +67,7 @@ def test_a_clip_needs_zero_points() -> None:
 @pytest.mark.parametrize("heads", [1, 3, 4])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_values_on_the_levels_come_back_exactly(bits: int, heads: int, dim: int, tokens: int) -> None:
-    """Whole numbers from 0 to the highest code have scale 1 and zero 0: nothing is lost on the way through the bytes."""
+    """Whole numbers from 0 to the highest code have scale 1 and zero 0: nothing is lost on the way through bytes."""
     top = 2**bits - 1
     codes = torch.randint(0, top + 1, (3, heads, tokens, dim), generator=torch.Generator().manual_seed(bits))
     codes[..., 0], codes[..., -1] = 0, top

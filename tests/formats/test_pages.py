@@ -159,7 +159,9 @@ def test_a_scale_never_leaves_its_largest_value_out_of_range() -> None:
 
 
 def test_a_zero_point_never_lies_above_its_smallest_value() -> None:
-    x = torch.cat([torch.randn(2048) * torch.logspace(-9, 4, 2048), torch.tensor([0.0, -0.0, 1e-9, -1e-9, 65504.0, -65504.0])])
+    x = torch.cat(
+        [torch.randn(2048) * torch.logspace(-9, 4, 2048), torch.tensor([0.0, -0.0, 1e-9, -1e-9, 65504.0, -65504.0])]
+    )
     down = scalar.floor_float16(x).float()
     assert (down <= x).all()
     assert (x - down <= x.abs() * 2.0**-10 + 2.0**-24).all()

@@ -45,7 +45,9 @@ def test_code_bytes_are_what_the_bits_say(name: str) -> None:
             for side, dim in ((spec.key, layout.key_dim), (spec.value, layout.value_dim))
         )
         assert layout.field_bytes("codes") == expected
-        assert layout.field_bytes("codes") + layout.field_bytes("scales") == sum(f.nbytes for f in layout.fields.values())
+        assert layout.field_bytes("codes") + layout.field_bytes("scales") == sum(
+            f.nbytes for f in layout.fields.values()
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_kvcache.formats.spec import FORMATS
-from tests.grids import FORMAT_NAMES, LOSSY
+from tests.grids import FORMAT_NAMES, LOSSY, thinned
 from tests.layers.util import feed, layers, page_bytes, plain, states
 
 ARRIVALS = ([40], [1] * 40, [7, 33], [16, 24], [39, 1], [15, 1, 1, 23])
@@ -26,8 +26,7 @@ def build(name: str, **options: object):
     return layers(f"paged_{name}", **{"page_size": page(name), **options})
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(("name", "options"), thinned(FORMAT_NAMES, OPTIONS, every=3))
 def test_however_tokens_arrive_the_bytes_are_the_same(name: str, options: str) -> None:
     k, v = states(40 + 8 * page(name), 2)
     rest = [1] * (8 * page(name))
@@ -47,8 +46,10 @@ def test_however_tokens_arrive_the_bytes_are_the_same(name: str, options: str) -
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("exact", torch.float32), ("exact", torch.float16), *((name, torch.bfloat16) for name in FORMAT_NAMES)],
+)
 def test_newest_tokens_and_sinks_are_exact_at_every_step(name: str, dtype: torch.dtype) -> None:
     R, S, steps = 20, 3, 300
     (layer,) = build(name, residual_length=R, sinks=S)
@@ -92,8 +93,7 @@ def test_sealed_bytes_never_change(name: str, residual: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(old, new, strict=False))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(("name", "options"), thinned(FORMAT_NAMES, OPTIONS, every=3))
 def test_a_row_does_not_see_its_neighbour(name: str, options: str) -> None:
     P = page(name)
     k, v = states(3 * P + 5, 2)
@@ -111,8 +111,7 @@ def test_a_row_does_not_see_its_neighbour(name: str, options: str) -> None:
         assert torch.equal(values, got[0][2])
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(("name", "options"), thinned(FORMAT_NAMES, OPTIONS, every=3))
 def test_a_padded_row_is_stored_as_the_row_alone(name: str, options: str) -> None:
     P, length = page(name), 2 * page(name) + 7
     k, v = states(3 * P, 2)
@@ -132,8 +131,7 @@ def test_a_padded_row_is_stored_as_the_row_alone(name: str, options: str) -> Non
     assert (keys[1, :, : 3 * P - length] == 0).all(), "padding is not stored"
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(("name", "options"), thinned(FORMAT_NAMES, OPTIONS, every=3))
 def test_forks_read_a_prefix_and_never_grow_it(name: str, options: str) -> None:
     P = page(name)
     (prefix,) = build(name, **OPTIONS[options])
@@ -141,13 +139,14 @@ def test_forks_read_a_prefix_and_never_grow_it(name: str, options: str) -> None:
     feed(prefix, k, v, [2 * P + 6])
     pool, before = prefix.kind.table.pool, page_bytes(prefix, 0, full_only=False)
     live, keys, values = pool.live, prefix.keys, prefix.values
+    encoded = int(prefix.kind.table.sealed[0])  # the rest may be sealed later
     forks = [copy.deepcopy(prefix) for _ in range(3)]
     assert pool.live == live, "a fork takes no page"
     for i, fork in enumerate(forks):
         new = states(P + 3, seed=20 + i)
         feed(fork, *new, [1] * 3 + [P])
         assert fork.get_seq_length() == 3 * P + 9
-        assert torch.equal(fork.keys[:, :, : P], keys[:, :, : P])
+        assert torch.equal(fork.keys[:, :, :encoded], keys[:, :, :encoded])
         if name not in LOSSY:
             assert torch.equal(fork.keys, torch.cat((k, new[0]), dim=2))
             assert torch.equal(fork.values, torch.cat((v, new[1]), dim=2))
@@ -178,7 +177,15 @@ def test_crop_is_exact_in_the_ring_and_right_across_sealed_pages(name: str) -> N
         assert torch.equal(layer.keys[:, :, -P:], new[0][:, :, -P:])
         sealed = left // P * P  # whole pages that the crop left alone
         assert torch.equal(layer.keys[:, :, :sealed], keys[:, :, :sealed])
-        # The cut page was decoded and sealed anew: its error is at most that of encoding twice.
-        worst = (keys[:, :, sealed:left] - k[:, :, sealed:left]).abs().max() if left > sealed else torch.tensor(0.0)
-        again = (layer.keys[:, :, sealed:left] - k[:, :, sealed:left]).abs().max() if left > sealed else worst
-        assert again <= 3 * worst + 0.05 * k.abs().max() * (name in LOSSY)
+        # The cut page was decoded and sealed anew: its error is at most that of encoding twice, here and there a step more.
+        (straight,) = build(name, residual_length=P)
+        feed(
+            straight,
+            torch.cat((k[:, :, :left], new[0]), dim=2),
+            torch.cat((v[:, :, :left], new[1]), dim=2),
+            [left + 2 * P],
+        )
+        once = (straight.keys[:, :, :left] - k[:, :, :left]).abs().max()
+        again = (layer.keys[:, :, :left] - k[:, :, :left]).abs().max()
+        assert again <= 2.5 * once
+        assert (once > 0) == (name in LOSSY and left > layer.spec.sinks)

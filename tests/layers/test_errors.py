@@ -16,7 +16,10 @@ WRONG = {
     "key dim": (lambda: states(1, 2, dims=(24, 24)), r"\(2, 16, 24\) and was given \(2, 24, 24\)"),
     "value dim": (lambda: states(1, 2, dims=(16, 16)), "is this cache used with another model"),
     "device": (lambda: tuple(x.to("meta") for x in states(1, 2)), "on cpu and was given keys on meta"),
-    "rank": (lambda: (torch.zeros(2, 1, 16), torch.zeros(2, 1, 24)), r"must both be \[batch, heads, tokens, head_dim\]"),
+    "rank": (
+        lambda: (torch.zeros(2, 1, 16), torch.zeros(2, 1, 24)),
+        r"must both be \[batch, heads, tokens, head_dim\]",
+    ),
     "tokens": (lambda: (states(1, 2)[0], states(2, 2)[1]), "agree in all but the last"),
 }
 
@@ -122,7 +125,9 @@ def test_a_window_that_let_go_cannot_be_cropped_into() -> None:
     layer.update(*states(20))
     for _ in range(30):
         layer.update(*states(1))
-    with pytest.raises(CacheUseError, match=r"cannot take 40 columns off a sliding window of 8.*activate_past_recording"):
+    with pytest.raises(
+        CacheUseError, match=r"cannot take 40 columns off a sliding window of 8.*activate_past_recording"
+    ):
         layer.crop(-40)
     assert layer.get_seq_length() == 50
     layer.activate_past_recording()

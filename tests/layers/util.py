@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hf_kvcache.config import resolve
-from hf_kvcache.layers.paged import Kind, PagedLayer
+from hf_kvcache.layers.paged import PagedLayer
+from hf_kvcache.layers.parts import Kind
 from hf_kvcache.memory.table import BlockTable
 
 H, DK, DV = 2, 16, 24
@@ -19,9 +20,7 @@ def layers(
 ) -> list[PagedLayer]:
     """Some layers of one kind."""
     spec = resolve(name, {"page_size": 16, **options}).spec
-    table = BlockTable(
-        spec.page_size, direct=spec.direct, residual=spec.residual, window=window, capacity=capacity
-    )
+    table = BlockTable(spec.page_size, direct=spec.direct, residual=spec.residual, window=window, capacity=capacity)
     kind = Kind(table)
     return [PagedLayer(spec, kind, leader=i == 0) for i in range(count)]
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_kvcache.errors import CacheFullError, CacheUseError
-from hf_kvcache.memory.table import Append, BlockTable
+from hf_kvcache.memory.plans import Append
+from hf_kvcache.memory.table import BlockTable
 
 P = 4
 TOKENS = itertools.count(1)
@@ -51,7 +52,9 @@ class Tables(RuleBasedStateMachine):
     def pick(self, which: int) -> Fork:
         return self.forks[which % len(self.forks)]
 
-    @rule(which=st.integers(0, 9), columns=st.integers(1, 11), padding=st.lists(st.integers(0, 6), min_size=8, max_size=8))
+    @rule(
+        which=st.integers(0, 9), columns=st.integers(1, 11), padding=st.lists(st.integers(0, 6), min_size=8, max_size=8)
+    )
     def append(self, which: int, columns: int, padding: list[int]) -> None:
         fork = self.pick(which)
         table, before = fork.table, len(fork.rows[0])
@@ -87,14 +90,22 @@ class Tables(RuleBasedStateMachine):
         if self.window is not None and not table.recording:
             # What queries of this very append could see has to be there still; after it, only what the next one needs.
             for b, old in enumerate(plan.old_lengths):
-                fork.kept[b] = max(fork.kept[b], int(old) - self.window + 1 if old else len(fork.real(b)) - self.window + 1)
+                fork.kept[b] = max(
+                    fork.kept[b], int(old) - self.window + 1 if old else len(fork.real(b)) - self.window + 1
+                )
 
     @precondition(lambda self: len(self.forks) < 4)
     @rule(which=st.integers(0, 9))
     def fork(self, which: int) -> None:
         fork = self.pick(which)
         self.forks.append(
-            Fork(copy.deepcopy(fork.table), copy.deepcopy(fork.rows), copy.deepcopy(fork.ring), list(fork.padding), list(fork.kept))
+            Fork(
+                copy.deepcopy(fork.table),
+                copy.deepcopy(fork.rows),
+                copy.deepcopy(fork.ring),
+                list(fork.padding),
+                list(fork.kept),
+            )
         )
 
     @precondition(lambda self: len(self.forks) > 1)
@@ -110,11 +121,14 @@ class Tables(RuleBasedStateMachine):
         if before == 0:
             return
         state = (table.seen, table.first.tolist(), table.held.tolist(), self.pool.live)
+        plan, refusal = None, ""
         try:
             plan = table.crop(before, remove)
         except CacheUseError as error:
+            refusal = str(error)
+        if plan is None:
             assert self.window is not None
-            assert "sliding window" in str(error)
+            assert "sliding window" in refusal
             assert (table.seen, table.first.tolist(), table.held.tolist(), self.pool.live) == state
             return
         assert table.crop(before, remove) is plan
@@ -204,7 +218,11 @@ class Tables(RuleBasedStateMachine):
 def machine(**settings_of: object) -> type:
     case = type("Case", (Tables,), settings_of).TestCase
     case.settings = settings(
-        max_examples=15, stateful_step_count=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=15,
+        stateful_step_count=20,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
     )
     return case
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from hf_kvcache.config import resolve
-from hf_kvcache.layers.paged import Kind, PagedLayer
+from hf_kvcache.layers.paged import PagedLayer
+from hf_kvcache.layers.parts import Kind
 from hf_kvcache.memory.table import BlockTable
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.reference import decode, visible
@@ -75,7 +76,15 @@ CASES: dict[str, Case] = {
     "float mask": Case(lengths=(50, 20), mask="float", queries=3, groups=2),
     "mask of one row": Case(lengths=(50, 20), mask="one row", queries=3),
     "everything": Case(
-        lengths=(90, 41, 17), residual=10, sinks=2, pieces=(1,) * 9, softcap=5.0, sink_logits=True, mask="bool", queries=5, groups=2
+        lengths=(90, 41, 17),
+        residual=10,
+        sinks=2,
+        pieces=(1,) * 9,
+        softcap=5.0,
+        sink_logits=True,
+        mask="bool",
+        queries=5,
+        groups=2,
     ),
     "bfloat16": Case(lengths=(60, 20), dtype=torch.bfloat16, residual=8, groups=2),
     "float16": Case(lengths=(60, 20), dtype=torch.float16, queries=2),
@@ -106,7 +115,7 @@ def call_of(fmt: str, case: Case, seed: int = 0) -> AttendCall:
     first = max(T - sum(pieces), 0)
     start = 0
     keys = None
-    for n in (first, *pieces) if first else (T - case.queries, case.queries) if T > case.queries else (T,):
+    for n in (first, *pieces) if first else (T - case.queries, case.queries) if case.queries < T else (T,):
         keys = layer.update(k[:, :, start : start + n], v[:, :, start : start + n])[0]
         start += n
     view = keys.current_view()  # type: ignore[union-attr]
@@ -176,7 +185,7 @@ def real_queries(call: AttendCall) -> torch.Tensor:
 
 
 def assert_right(got: torch.Tensor, call: AttendCall) -> None:
-    """`got` is as near to the float64 answer as float32 arithmetic comes, up to a small factor, and to its own dtype."""
+    """`got` is as near to the float64 answer as float32 comes, up to a small factor and its own dtype."""
     truth = attend64(call)
     assert got.shape == truth.shape
     assert got.dtype == call.query.dtype
@@ -188,5 +197,3 @@ def assert_right(got: torch.Tensor, call: AttendCall) -> None:
     bound = bound + truth.abs() * torch.finfo(got.dtype).eps
     error = (got.double() - truth).abs()
     assert (error[real] <= bound.expand_as(error)[real]).all(), f"worst {error[real].max():.2e}"
-
-

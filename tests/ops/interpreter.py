@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# ruff: noqa: E402  (the check has to come before triton is imported)
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before the first import of triton"
 
 import numpy as np
@@ -97,7 +98,12 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
     return _dot(self, _wide(a), _wide(b), d, *rest)
 
 
-Builder.cast_impl, Builder.binary_op, Builder.unary_op, Builder.create_dot = _cast_impl, _binary_op, _unary_op, _create_dot
+Builder.cast_impl, Builder.binary_op, Builder.unary_op, Builder.create_dot = (
+    _cast_impl,
+    _binary_op,
+    _unary_op,
+    _create_dot,
+)
 
 _patch_tensor = interp._patch_lang_tensor
 

@@ -51,7 +51,7 @@ SHAPES = {  # shape, query heads of a KV head, query tokens, more
     "plain": (Shape(LENGTHS), 1, 1, {}),
     "draft": (Shape(LENGTHS, page=64, new=5, sinks=4, residual=40), 3, 5, {"softcap": 3.0}),
     "window": (Shape(LENGTHS, page=16, key_dim=80, value_dim=112, window=50, new=2, dtype=torch.float16), 7, 2, {}),
-    "odd": (Shape((200, 0, 33), heads=1, key_dim=100, value_dim=36, page=32, residual=8, dtype=torch.bfloat16), 4, 16, {}),
+    "odd": (Shape((200, 0, 33), 1, key_dim=100, value_dim=36, page=32, residual=8, dtype=torch.bfloat16), 4, 16, {}),
     "wide": (Shape((65, 17), heads=3, key_dim=256, value_dim=96, page=64, dtype=torch.bfloat16), 8, 1, {"sinks": 1.0}),
 }
 
@@ -79,7 +79,8 @@ def oracle(call: AttendCall) -> tuple[torch.Tensor, torch.Tensor]:
     bits is rounded once more.
     """
     view, query = call.view, call.query.double()
-    keys, values = (x.repeat_interleave(query.shape[1] // view.layout.heads, 1) for x in reference.decode(view, torch.float64))
+    group = query.shape[1] // view.layout.heads
+    keys, values = (x.repeat_interleave(group, 1) for x in reference.decode(view, torch.float64))
     scores = query @ keys.transpose(-1, -2) * call.scale
     u, D = 2.0**-24, view.layout.key_dim
     norms = query.norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2) * call.scale
@@ -187,7 +188,8 @@ def test_small_calls_stay_on_one_thread() -> None:
 
 
 def test_two_python_threads_do_not_disturb_each_other() -> None:
-    calls = [make_call(make_view(spec_of("int4"), Shape((300 + 7 * i,)), seed=i), 2, 1, torch.float32) for i in range(2)]
+    views = [make_view(spec_of("int4"), Shape((300 + 7 * i,)), seed=i) for i in range(2)]
+    calls = [make_call(view, 2, 1, torch.float32) for view in views]
     want = [attend(call) for call in calls]
     wrong = []
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from hf_kvcache.formats import pages as codec
+from hf_kvcache.formats import steering
 from hf_kvcache.formats.spec import FORMATS, FormatSpec, PageLayout, SideSpec
 from hf_kvcache.memory.store import PageStore
 
@@ -21,6 +24,7 @@ ODD = {
 }
 SPECS = {**FORMATS, **{name: FormatSpec(name, *sides) for name, sides in ODD.items()}}
 DIRECT = [name for name, spec in SPECS.items() if spec.direct]
+STEERED = [name for name, spec in SPECS.items() if steering.serves(spec.key)]
 SHAPES = [(2, 64, 64, 32), (3, 80, 36, 16)]  # heads, key dim, value dim, page
 
 
@@ -80,10 +84,11 @@ def test_tokens(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", SPECS)
-def test_pages(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "rank"), [*((name, 0) for name in SPECS), *((name, 2) for name in STEERED)])
+def test_pages(name: str, rank: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Whole pages whose tokens come partly from the ring, wrapped around, and partly from the call."""
     spec, (H, D_k, D_v, P) = SPECS[name], shape
+    steer = steering.prepare(3 * torch.randn(H, D_k, rank)) if rank else None
     B, T, C = 3, 7, 2 * P
     ring = tuple(numbers(B, H, C, D, dtype=dtype) for D in (D_k, D_v))
     k, v = (numbers(B, H, T, D, dtype=dtype) for D in (D_k, D_v))
@@ -93,24 +98,27 @@ def test_pages(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype) 
     for side, held, x in (("k", ring[0], k), ("v", ring[1], v)):
         both = torch.cat((held, x), dim=2)
         tokens = torch.stack([both[row, :, at] for row, at in zip(rows, sources, strict=True)])
-        expected.write_pages(pages, codec.encode(tokens, side, expected.layout))  # type: ignore[arg-type]
-    appending.write_pages(actual.layout, actual.addresses, (rows, sources, pages), k, v, ring)  # type: ignore[arg-type]
+        expected.write_pages(pages, codec.encode(tokens, side, expected.layout, steer))  # type: ignore[arg-type]
+    appending.write_pages(actual.layout, actual.addresses, (rows, sources, pages), k, v, ring, steer)  # type: ignore[arg-type]
     assert_same_bytes(expected, actual)
 
 
 def test_every_float_becomes_the_same_fp8_code() -> None:
     """All magnitudes that fp8 knows, ties and subnormals among them: a token of scale 1 for each sixteen of them."""
     for name, top, step in (("fp8", 448.0, 2.0**-10), ("fp8_e5m2", 57344.0, 2.0**-17)):
+        plain = FORMATS[name].replace(**{side: replace(getattr(FORMATS[name], side), rotate=False) for side in ("key", "value")})
         small = torch.arange(0, 200) * step
-        x = torch.cat((small, small + step / 64, torch.logspace(-6, 8, 4000, base=2.0), torch.linspace(0, 1, 999) * top))
+        large = torch.cat((torch.logspace(-6, 8, 4000, base=2.0), torch.linspace(0, 1, 999) * top))
+        x = torch.cat((small, small + step / 64, large))
         x = torch.cat((x, -x))[: 15 * (2 * len(x) // 15)].view(1, -1, 1, 15)
         x = torch.cat((torch.full_like(x[..., :1], top), x.clamp(-top, top)), dim=-1).transpose(1, 2)
-        expected, actual = stores(FORMATS[name], (1, 16, 16, 16), torch.float32, x.shape[2] // 16 + 1)
+        expected, actual = stores(plain, (1, 16, 16, 16), torch.float32, x.shape[2] // 16 + 1)
         columns = np.arange(x.shape[2])
-        codes, scale, _ = codec.quantize_tokens(x[0].transpose(0, 1).unsqueeze(1), FORMATS[name].key)
+        codes, scale, _ = codec.quantize_tokens(x[0].transpose(0, 1).unsqueeze(1), plain.key)
         assert (scale == 1).all()
+        codes, scale = codes.squeeze(1), scale.squeeze(3).squeeze(1)[:, None]
         for side in ("k", "v"):
-            expected.write_tokens(columns // 16, columns % 16, side, codes.squeeze(1), scale.squeeze(3).squeeze(1)[:, None])  # type: ignore[arg-type]
+            expected.write_tokens(columns // 16, columns % 16, side, codes, scale)  # type: ignore[arg-type]
         where = (np.zeros_like(columns), columns, columns // 16, columns % 16)
         appending.write_tokens(actual.layout, actual.addresses, where, x, x)
         assert_same_bytes(expected, actual)

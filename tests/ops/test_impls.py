@@ -9,14 +9,13 @@ import torch
 
 from hf_kvcache.errors import ImplError
 from hf_kvcache.ops import api, decoding, reference
-from tests.grids import FORMAT_NAMES
+from tests.grids import FORMAT_NAMES, LOSSY, thinned
 from tests.ops.cases import CASES, Case, assert_right, call_of
 
 RUNNABLE = [name for name, report in api.impl_report("cpu").items() if report == "available" and name != "reference"]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+@pytest.mark.parametrize(("fmt", "case"), thinned(FORMAT_NAMES, CASES))
 @pytest.mark.parametrize("impl", RUNNABLE)
 def test_against_float64(impl: str, fmt: str, case: str) -> None:
     call = call_of(fmt, CASES[case])
@@ -27,14 +26,13 @@ def test_against_float64(impl: str, fmt: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
-def test_auto_serves_every_case(fmt: str) -> None:
-    for case in CASES.values():
-        call = call_of(fmt, case)
+def test_auto_serves_what_it_is_given(fmt: str) -> None:
+    for case in ("ragged", "everything", "window, five queries", "bfloat16"):
+        call = call_of(fmt, CASES[case])
         assert_right(api.attend(call), call)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+@pytest.mark.parametrize(("fmt", "case"), thinned(FORMAT_NAMES, CASES))
 def test_decoding_equals_the_reference(fmt: str, case: str) -> None:
     view = call_of(fmt, CASES[case]).view
     for side, expected in zip("kv", reference.decode(view), strict=True):
@@ -42,12 +40,14 @@ def test_decoding_equals_the_reference(fmt: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("scratch", [1, 3000, 20000])
-@pytest.mark.parametrize("case", ["ragged", "seventeen queries", "everything", "window", "ring, five queries", "float mask"])
+@pytest.mark.parametrize(
+    "case", ["ragged", "seventeen queries", "everything", "window", "ring, five queries", "float mask"]
+)
 def test_short_runs_change_nothing(case: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_kvcache.ops import runs
 
     monkeypatch.setattr(runs, "SCRATCH", scratch)
-    for fmt in FORMAT_NAMES:
+    for fmt in ("exact", *LOSSY[::3]):
         call = call_of(fmt, CASES[case])
         assert_right(api.attend(call, "torch"), call)
 

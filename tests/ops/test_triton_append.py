@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -29,6 +30,7 @@ SIDES = {
     "kivi4": (low(4, "channel", 32), low(4, "token", 32)),
     "rotated2": (low(2, "channel", rotate=True), low(2, rotate=True)),
     "value-channels": (low(4), low(4, "channel")),
+    "clipped": (dataclasses.replace(low(2, "channel", 32), clip=0.9), dataclasses.replace(low(3), clip=0.75)),
 }
 AWKWARD = {
     "D80-rotated": Case(INT8_ROTATED, FP8, dim=80, heads=1),
@@ -50,6 +52,8 @@ def inputs(case: Case, rows: int, count: int = 3) -> tuple[torch.Tensor, torch.T
         x[0, 0, -1] *= 1e3
         x[1, 0, -1] *= 1e-6
         x[2, 0, :, 3] = -2.0
+        x[2, 0, 1] = float("inf")
+        x[2, 0, 2, ::2] = -1e6
         out.append(x.to(case.dtype))
     return out[0], out[1]
 
@@ -106,7 +110,9 @@ def test_tokens(sides: tuple[SideSpec, SideSpec]) -> None:
     for field in case.layout.fields.values():
         axis = 2 if field.name == "k_codes" else 3
         target = codec.field_view(blank, field)
-        target.index_copy_(axis, torch.tensor(used), codec.field_view(want, field).index_select(axis, torch.tensor(used)))
+        target.index_copy_(
+            axis, torch.tensor(used), codec.field_view(want, field).index_select(axis, torch.tensor(used))
+        )
     assert torch.equal(got, blank)
 
 

@@ -16,22 +16,23 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in Triton's interpreter: set TRITON_INTERPRET=1", allow_module_level=True)
 
-from tests.ops import interpreter
-from tests.ops.triton_views import E5M2, EXACT, FP8, INT8, INT8_ROTATED, INT8_ZERO, Case, low, make
-
+from hf_kvcache.formats.spec import FORMATS
 from hf_kvcache.ops import reference
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.triton import launch, why_not
 from hf_kvcache.ops.triton.run import decode
+from tests.ops import interpreter
+from tests.ops.triton_views import E5M2, EXACT, FP8, INT8, INT8_ZERO, Case, low, make
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 RINGED = {"lengths": (150, 37), "residual": 20, "sinks": 4, "new": 1}
 
 
 def exact_and_tolerance(call: AttendCall) -> tuple[torch.Tensor, float]:
-    """The answer in float64, and how far from it a kernel may be: twice the error of plain attention in the model's dtype.
+    """The answer in float64, and how far from it a kernel may be.
 
-    Both read the same decoded bytes. One unit in the last place of the largest output is added, for storing it.
+    That is twice the error of plain attention in the model's dtype on the same decoded bytes, and one unit in the
+    last place of the largest output, for storing it.
     """
     query = call.query
     keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in reference.decode(call.view))
@@ -69,33 +70,27 @@ def check(case: Case, chip: str = "interpreter", **options: object) -> None:
     assert error <= tolerance, f"error {error:.2e}, tolerance {tolerance:.2e}"
 
 
-FORMATS = {
-    "exact": (EXACT, EXACT),
-    "fp8": (FP8, FP8),
-    "fp8_e5m2": (E5M2, E5M2),
-    "int8": (INT8_ROTATED, INT8_ROTATED),
+SIDES = {
+    **{name: (spec.key, spec.value) for name, spec in FORMATS.items()},
     "int8-plain": (INT8, INT8),
     "int8-zero": (INT8_ZERO, INT8_ZERO),
-    "int4": (low(4), low(4)),
-    "int3": (low(3), low(3)),
-    "int2": (low(2), low(2)),
-    "kivi4": (low(4, "channel", 32), low(4, "token", 32)),
-    "kivi2": (low(2, "channel", 32), low(2, "token", 32)),
+    "token4": (low(4), low(4)),
+    "token3": (low(3), low(3)),
+    "token2": (low(2), low(2)),
     "rotated4": (low(4, "channel", rotate=True), low(4, rotate=True)),
     "rotated2": (low(2, "channel", rotate=True), low(2, rotate=True)),
-    "k8v4": (INT8, low(4)),
-    "k4v2": (low(4, "channel"), low(2)),
+    "k4v2-page": (low(4, "channel"), low(2)),
     "exact-int4": (EXACT, low(4)),
     "token-groups": (low(4, "token", 16), low(2, "token", 16)),
     "value-channels": (low(4), low(4, "channel")),
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SIDES)
 @pytest.mark.parametrize("chip", ["interpreter", "sm_80"], ids=["plain", "assembly"])
 def test_every_format(name: str, chip: str) -> None:
     """Each format, as plain Triton and with NVIDIA's assembly; ring, sinks and a new token where it has them."""
-    key, value = FORMATS[name]
+    key, value = SIDES[name]
     more = {"lengths": (150, 37)} if key.direct and value.direct else RINGED
     check(Case(key, value, heads=1, **more), chip)  # type: ignore[arg-type]
 

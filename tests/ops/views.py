@@ -1,4 +1,4 @@
-"""Views made by hand for tests of attention: random tokens in pages, sinks, ring and new tokens, NaN everywhere else."""
+"""Views made by hand for tests of attention: random tokens in pages, sinks, ring and call, NaN everywhere else."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ POISON = 0xFF  # NaN in every float dtype
 
 @dataclass(frozen=True)
 class Shape:
-    """What a test view is made of. lengths: stored real tokens of each row; new: tokens of the call itself, as many as it
-    has queries where there is a window."""
+    """What a test view is made of.
+
+    lengths: stored real tokens of each row. new: tokens of the call itself, as many as its queries under a window.
+    """
 
     lengths: Sequence[int]
     heads: int = 2

@@ -20,8 +20,8 @@ def biased(norm: float, slow: bool = False) -> PreTrainedModel:
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_kvcache
+from hf_kvcache.config import resolve
 from tests.grids import CACHE, model, prompt
 
 
@@ -52,3 +53,9 @@ def test_the_report_says_what_each_layer_got() -> None:
     _, cache = run("paged_int4", layers={0: "int8"}, **SHORT)
     assert "layer 0: PagedLayer int8" in cache.describe()
     assert "layer 1: PagedLayer int4" in cache.describe()
+
+
+def test_another_width_does_not_inherit_the_share_of_the_range() -> None:
+    spec = resolve("paged_int2", {"value": {"bits": 4}, "key": {"group": 64}}).spec
+    assert (spec.value.clip, spec.key.clip) == (1.0, 0.9)
+    assert resolve("paged_int4", {"value": {"bits": 2, "clip": 0.75}}).spec.value.clip == 0.75

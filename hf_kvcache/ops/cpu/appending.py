@@ -55,14 +55,15 @@ def write_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
     ring: tuple[torch.Tensor, torch.Tensor],
+    steer: torch.Tensor | None = None,
 ) -> None:
     """Encode whole pages.
 
     where: int64 rows `[N]`, sources `[N, P]` and page ids `[N]`. A source is a slot of `ring` (keys and values
-    `[B, H, C, D]`), or C plus a column of `keys` and `values` (`[B, H, T, D]`).
+    `[B, H, C, D]`), or C plus a column of `keys` and `values` (`[B, H, T, D]`). steer: see `formats.pages.encode`.
     """
     rows, sources, pages = where
-    _run(encoder.write_pages.address, layout, addresses, (rows, sources, pages, pages), keys, values, ring)
+    _run(encoder.write_pages.address, layout, addresses, (rows, sources, pages, pages), keys, values, ring, steer)
 
 
 def _run(
@@ -73,6 +74,7 @@ def _run(
     keys: torch.Tensor,
     values: torch.Tensor,
     ring: tuple[torch.Tensor, torch.Tensor] | None,
+    steer: torch.Tensor | None = None,
 ) -> None:
     space = _workspace
     found = space.records.get(layout)
@@ -89,10 +91,12 @@ def _run(
         longs[at : at + 4] = (new[n].data_ptr(), *new[n].stride()[:3])
         if old:
             longs[at + 4 : at + 8] = (old[n].data_ptr(), *old[n].stride()[:3])
+    longs[_STEER : _STEER + 2] = (0, 0) if steer is None else (steer.data_ptr(), steer.shape[3])
     threads.run(function, record, 1)
 
 
 _KEY, _VALUE = (APPEND.fields[name][1] // 8 for name in ("key", "value"))  # type: ignore[index]
+_STEER = _KEY + ENCODED_SIDE.fields["steer"][1] // 8  # type: ignore[index]
 
 
 def _prepare(layout: PageLayout) -> tuple[np.ndarray, np.ndarray, int]:
@@ -110,10 +114,14 @@ def _side(layout: PageLayout, side: str) -> np.ndarray:
     dim = layout.key_dim if side == "k" else layout.value_dim
     axis = dim if spec.per == "token" else layout.page_size
     record = np.zeros((), ENCODED_SIDE)
-    offsets = {name: 0 if (field := layout.fields.get(f"{side}_{name}")) is None else field.offset for name in _NAMES}
-    head = {name: 0 if (f := layout.fields.get(f"{side}_{name}")) is None else f.nbytes // layout.heads for name in _NAMES}
+    offsets, head = dict.fromkeys(_NAMES, 0), dict.fromkeys(_NAMES, 0)
+    for name in _NAMES:
+        if f"{side}_{name}" in layout.fields:
+            field = layout.fields[f"{side}_{name}"]
+            offsets[name], head[name] = field.offset, field.nbytes // layout.heads
     values = {
-        "is_key": side == "k", "dim": dim, "stored": _STORED[layout.dtype], "kind": _KINDS[spec.kind], "bits": spec.bits,
+        "is_key": side == "k", "dim": dim, "stored": _STORED[layout.dtype],
+        "kind": _KINDS[spec.kind], "bits": spec.bits,
         "rotation": block_size(dim) if spec.rotate else 0, "per_channel": spec.per == "channel",
         "group": min(spec.group or axis, axis), "groups": spec.groups(layout.page_size, dim),
         "symmetric": spec.symmetric, "clip": spec.clip,

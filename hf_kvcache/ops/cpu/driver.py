@@ -1,15 +1,13 @@
-"""The compiled control flow of decode attention: which thread attends to which tokens, in which order.
-
-One file, because numba's disk cache looks at the file of the function that it stores, not at the files that this calls.
-"""
+"""The compiled control flow of decode attention: which thread attends to which tokens, in which order."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-from numba import carray, cfunc, float32, int32, int64, njit, uint16
+from numba import carray, float32, int32, int64, njit, uint16
 
+from hf_kvcache.ops.cpu.compiled import compiled
 from hf_kvcache.ops.cpu.emit import FLOOR
 from hf_kvcache.ops.cpu.memory import (
     address_of,
@@ -29,7 +27,6 @@ from hf_kvcache.ops.cpu.memory import (
 from hf_kvcache.ops.cpu.problem import INNER, OUTER, PROBLEM
 
 FAST = {"contract", "reassoc", "nsz", "arcp"}
-SIGNATURE = "void(voidptr)"
 TICKET = PROBLEM.fields["call"][1] + PROBLEM["call"].fields["ticket"][1]  # type: ignore[index]
 COUNTER = PROBLEM.fields["call"][1] + PROBLEM["call"].fields["counter"][1]  # type: ignore[index]
 ZERO, ONE, LOW = np.float32(0), np.float32(1), np.float32(FLOOR)
@@ -212,9 +209,10 @@ def attend_page(p, head, page, following, low, high, scratch):
     n = p.plan
     query, scores = scratch + (n.at_rotated if n.key_rotation > 0 else n.at_query), scratch + n.at_scores
     fill(scores, n.padded * n.page, ZERO)
-    multiply(p, n.key, page, head, query, scores, int64(0), n.key_dim, page + n.value_codes - n.key_codes, scratch)
+    gap = n.value_codes - n.key_codes
+    multiply(p, n.key, page, head, query, scores, int64(0), n.key_dim, page + gap, scratch)
     weigh(p, n.softmax, page + head * n.k_step, page + head * n.v_step, scratch)
-    multiply(p, n.value, page, head, scores, scratch + n.at_out, low, high, following + n.key_codes - n.value_codes, scratch)
+    multiply(p, n.value, page, head, scores, scratch + n.at_out, low, high, following - gap, scratch)
 
 
 @njit
@@ -398,7 +396,7 @@ def merge_pair(p, pair):
         finish(p, pair // n.heads, pair % n.heads, m, out, top, total)
 
 
-@cfunc(SIGNATURE, cache=True)
+@compiled
 def work(problem):
     """What each thread runs: take items until none is left."""
     p = carray(problem, 1, PROBLEM)[0]
@@ -410,7 +408,7 @@ def work(problem):
         item = fetch_add(base + COUNTER)
 
 
-@cfunc(SIGNATURE, cache=True)
+@compiled
 def merge(problem):
     """After all threads are through: merge the splits."""
     p = carray(problem, 1, PROBLEM)[0]

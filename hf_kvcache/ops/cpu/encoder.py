@@ -1,7 +1,7 @@
 """Compiled encoding of tokens into pages: rotate, measure, encode, pack, write.
 
 Step by step the arithmetic of `formats`, one IEEE operation each, so that the bytes are the same: nothing here may be
-reordered or contracted. One file, because numba's disk cache looks at the file of the function that it stores.
+reordered or contracted.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, cfunc, float32, int32, int64, njit, uint8, uint16
+from numba import carray, float32, int32, int64, njit, uint8, uint16
 
 from hf_kvcache.formats.pages import LARGEST
 from hf_kvcache.formats.scalar import HALF_MAX
+from hf_kvcache.ops.cpu.compiled import compiled
 from hf_kvcache.ops.cpu.memory import (
     bits_of_float,
     bits_of_half,
@@ -147,6 +148,27 @@ def encode_group(s, tile, first, step, count, codes, page_scale, page_zero, inde
 
 
 @njit(error_model="numpy")
+def steer_token(s, head, tile, codes, first, scale, zero, behind):
+    """Codes of one token (scales per channel at `scale`, `zero`) as `formats.steering.steer` rounds them."""
+    top = float32((int64(1) << s.bits) - 1)
+    for k in range(s.rank):
+        put_float(behind, k, ZERO)
+    for d in range(s.dim):
+        vector = s.steer + 4 * 2 * s.rank * (head * s.dim + d)
+        take = ZERO
+        for k in range(s.rank):
+            take = take - get_float(vector, s.rank + k) * get_float(behind, k)
+        step, low, x = get_bfloat16(scale, d), get_half(zero, d), get_float(tile, first + d)
+        take = min(max(take, -step), step)
+        divisor = ONE if step == ZERO else step
+        code = min(max(np.rint((x + take - low) / divisor), ZERO), top)
+        error = code * step + low - x
+        for k in range(s.rank):
+            put_float(behind, k, get_float(behind, k) + error * get_float(vector, k))
+        put_byte(codes, first + d, uint8(code))
+
+
+@njit(error_model="numpy")
 def encode_tile(s, page_size, page, head, slot, tokens, tile, codes):
     """Encode `tokens` x `dim` float32 numbers that will stand from `slot` on; codes `[tokens, dim]` beside the tile."""
     scale = page + s.scale + head * s.scale_head
@@ -165,6 +187,10 @@ def encode_tile(s, page_size, page, head, slot, tokens, tile, codes):
             count = min(s.group, inner - at)
             place = g * index + o + (int64(0) if s.per_channel else slot)
             encode_group(s, tile, o * outer_step + at * inner_step, inner_step, count, codes, scale, zero, place)
+    if s.steer != 0:
+        for t in range(tokens):
+            at = 2 * (t // s.group) * s.dim
+            steer_token(s, head, tile, codes, t * s.dim, scale + at, zero + at, codes + page_size * s.dim)
 
 
 @njit
@@ -237,7 +263,7 @@ def write_page(r, s, n):
                 pack(s, r.page, page + s.more + head * s.more_head, int64(1), int64(2), codes)
 
 
-@cfunc("void(voidptr)", cache=True)
+@compiled
 def write_tokens(record):
     """Encode `count` tokens into their slots."""
     r = carray(record, 1, APPEND)[0]
@@ -246,7 +272,7 @@ def write_tokens(record):
         write_token(r, r.value, n)
 
 
-@cfunc("void(voidptr)", cache=True)
+@compiled
 def write_pages(record):
     """Encode `count` whole pages."""
     r = carray(record, 1, APPEND)[0]

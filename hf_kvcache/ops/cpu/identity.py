@@ -1,4 +1,4 @@
-"""A dictionary by identity, for layouts: they are asked for at every call, and hashing one costs more than the look-up."""
+"""Values by layout object: layouts are asked for at every call, and hashing one costs more than all the rest of it."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class ByIdentity(Generic[T]):
         """Keep a value, and return it."""
         if len(self._held) >= MOST:
             self._held.clear()
-        self._held[id(layout), *keys] = layout, value
+        self._held[(id(layout), *keys)] = layout, value
         return value

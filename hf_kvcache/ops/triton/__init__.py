@@ -26,9 +26,16 @@ def why_not(call: AttendCall) -> str | None:
         return "the pages are in the CPU layout (transposed=False)"
     if call.mask is not None:
         return "a mask tensor was given; the kernels only know causal, padding and window masks"
-    if layout.spec.value.scaled and layout.spec.value.per == "channel" and layout.spec.value.groups(layout.page_size, 1) > 1:
+    if (
+        layout.spec.value.scaled
+        and layout.spec.value.per == "channel"
+        and layout.spec.value.groups(layout.page_size, 1) > 1
+    ):
         return "values have several groups of tokens in a page; the kernels take one (group=None)"
-    for name, side, summed in (("key", layout.spec.key, layout.key_dim), ("value", layout.spec.value, layout.page_size)):
+    for name, side, summed in (
+        ("key", layout.spec.key, layout.key_dim),
+        ("value", layout.spec.value, layout.page_size),
+    ):
         planes = {4: 2, 3: 4, 2: 4}.get(side.bits, 1)
         if summed < 16 * planes or summed % (8 if side.bits == 3 else planes):
             what = "head dim" if name == "key" else "page size"
@@ -59,7 +66,11 @@ def latent_why_not(call: AttendCall) -> str | None:
         return f"the query is {call.query.dtype}; accepted: float16, bfloat16, float32"
     if not layout.transposed or layout.heads != 1:
         return "latents are stored as one head in the GPU layout (transposed=True)"
-    if key.rotate or (key.kind == "int" and key.bits != 8) or (key.scaled and (key.per, key.groups(1, layout.key_dim)) != ("token", 1)):
+    if (
+        key.rotate
+        or (key.kind == "int" and key.bits != 8)
+        or (key.scaled and (key.per, key.groups(1, layout.key_dim)) != ("token", 1))
+    ):
         return "latents must be exact, fp8, or 8-bit with one scale a token, without rotation"
     if not key.symmetric or value.scaled:
         return "latents must be symmetric codes, and rope keys exact"

@@ -5,8 +5,13 @@ The arithmetic is that of `formats.scalar` and `formats.hadamard`, step by step:
 butterflies in the same order. Launches must not fuse multiplications into additions (`enable_fp_fusion=False`).
 """
 
+# Branches on constexpr values choose code, they are not expressions: no rewriting into ternaries or `and`.
+# ruff: noqa: B007, SIM102, SIM108, SIM300
+
 import triton
 import triton.language as tl
+
+LARGEST = tl.constexpr(2.0**100)  # what an infinity is taken for
 
 
 @triton.jit
@@ -33,7 +38,8 @@ def _up_to_bfloat16(b):
 @triton.jit
 def _down_to_float16(b):
     """Float32 rounded down to float16 (as float16)."""
-    near = tl.minimum(tl.maximum(b, -65504.0), 65504.0).to(tl.float16)
+    b = tl.minimum(tl.maximum(b, -65504.0), 65504.0)
+    near = b.to(tl.float16)
     bits = near.to(tl.int16, bitcast=True)
     below = tl.where(bits > 0, bits - 1, bits + 1)
     below = tl.where((bits == 0) | (bits == -32768), -32767, below).to(tl.int16)
@@ -111,7 +117,7 @@ def _encode(
     if S.kind == "exact":
         tl.store((page + S.codes).to(tl.pointer_type(XT), bitcast=True) + head + o_x, b_x, mask=m_d)
     else:
-        b = b_x.to(tl.float32)
+        b = tl.minimum(tl.maximum(b_x.to(tl.float32), -LARGEST), LARGEST)
         if S.rotate:
             b = _rotate(b, R, D_PAD, STEPS, norm)
         # groups become an axis of their own: [R, D / G, G] a token, [R / G, G, D] a channel
@@ -122,8 +128,10 @@ def _encode(
             m = tl.reshape(tl.broadcast_to(m_d, (R, D_PAD)), (R, N, G))
             AXIS: tl.constexpr = 2
         else:
-            b = tl.reshape(b, (R // S.group, S.group, D_PAD))
-            m = tl.reshape(tl.broadcast_to(m_d, (R, D_PAD)), (R // S.group, S.group, D_PAD))
+            G: tl.constexpr = S.group
+            N: tl.constexpr = R // S.group
+            b = tl.reshape(b, (N, G, D_PAD))
+            m = tl.reshape(tl.broadcast_to(m_d, (R, D_PAD)), (N, G, D_PAD))
             AXIS: tl.constexpr = 1
         if S.symmetric:
             high = tl.max(tl.where(m, tl.abs(b), 0.0), AXIS, keep_dims=True)
@@ -133,6 +141,10 @@ def _encode(
             low = tl.min(tl.where(m, b, float("inf")), AXIS, keep_dims=True)
             high = tl.where(high < low, 0.0, high)
             low = tl.where(low == float("inf"), 0.0, low)
+            if S.clip < 1.0:
+                margin = (high - low) * ((1.0 - S.clip) / 2)
+                low = low + margin
+                high = high - margin
         code, scale, zero = _codes(b, low, high, S)
         code = tl.reshape(code, (R, D_PAD))
         p_s = (page + S.scale).to(tl.pointer_type(tl.uint16), bitcast=True)
@@ -147,10 +159,10 @@ def _encode(
         else:
             o_g = tl.arange(0, R // S.group)[:, None]
             o_s = (i_h * S.groups + o_g) * S.dim + o_d[None, :]
-            m_s = tl.broadcast_to(m_d, (R // S.group, D_PAD))
-            tl.store(p_s + o_s, tl.reshape(scale, (R // S.group, D_PAD)), mask=m_s)
+            m_s = tl.broadcast_to(m_d, (N, D_PAD))
+            tl.store(p_s + o_s, tl.reshape(scale, (N, D_PAD)), mask=m_s)
             if not S.symmetric:
-                tl.store(p_z + o_s, tl.reshape(zero, (R // S.group, D_PAD)), mask=m_s)
+                tl.store(p_z + o_s, tl.reshape(zero, (N, D_PAD)), mask=m_s)
         if S.bits == 8:
             tl.store(page + S.codes + head + o_x, code, mask=m_d)
         else:
@@ -177,7 +189,7 @@ def append_rows(
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     K_STEPS: tl.constexpr, V_STEPS: tl.constexpr, XT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, heads, 2): rows `[N, H, R, D]` into slots `SLOTS[n] ..` of the page at `ADDRESSES[n]`; keys, then values."""
+    """Grid (N, heads, 2), keys then values: rows `[N, H, R, D]` into slots `SLOTS[n] ..` of page `ADDRESSES[n]`."""
     i_n = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     addr = tl.load(ADDRESSES + i_n)

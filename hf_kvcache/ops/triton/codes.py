@@ -6,6 +6,9 @@ low bits of a float16, where they are subnormal numbers, exact, that tensor core
 the factor 2**24 is in `Side.unit`. No conversion instruction, no subtraction of an offset.
 """
 
+# Branches on constexpr values choose code, they are not expressions: no rewriting into ternaries or `and`.
+# ruff: noqa: B007, SIM102, SIM108, SIM300
+
 import triton
 import triton.language as tl
 
@@ -129,7 +132,12 @@ def planes_of(x, y, S: tl.constexpr, CT: tl.constexpr):
     elif S.bits == 3:
         if S.dequant == "packed":
             out = tl.inline_asm_elementwise(
-                _ASM_INT3, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [x, y], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4
+                _ASM_INT3,
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+                [x, y],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=4,
             )
         else:
             out = ()
@@ -138,7 +146,12 @@ def planes_of(x, y, S: tl.constexpr, CT: tl.constexpr):
     else:
         if S.dequant == "packed":
             out = tl.inline_asm_elementwise(
-                _ASM_INT2, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4
+                _ASM_INT2,
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+                [x],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=4,
             )
         else:
             out = ((x & 3).to(CT), ((x >> 2) & 3).to(CT), ((x >> 4) & 3).to(CT), (x >> 6).to(CT))

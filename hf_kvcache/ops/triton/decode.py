@@ -10,6 +10,9 @@ zero points in as `z * sum(q)` and `sum(p * z)`.
 Names: i_* program indices, o_* offsets, p_* pointers, b_* blocks in registers, m_* masks.
 """
 
+# Branches on constexpr values choose code, they are not expressions: no rewriting into ternaries or `and`.
+# ruff: noqa: B007, SIM102, SIM108, SIM300
+
 import triton
 import triton.language as tl
 
@@ -63,9 +66,7 @@ def _rotated(b_q, ROT, o_col, m_col, D: tl.constexpr, D_PAD: tl.constexpr, norm,
 
 
 @triton.jit
-def _queries(
-    p_q, m_row, ROT, q_factor, norm, K: tl.constexpr, D_PAD: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr
-):
+def _queries(p_q, m_row, ROT, q_factor, norm, K: tl.constexpr, D_PAD: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr):
     """q, cut as the keys are: a tile `[rows, block]` for each block and plane, and each group's sum of q."""
     if K.rotate:
         o_d = tl.arange(0, D_PAD)
@@ -121,10 +122,11 @@ def _load_codes(p_codes, p_codes1, o_r, o_c, m, FULL: tl.constexpr, ROW: tl.cons
 
 @triton.jit
 def _page_scores(
-    addr, i_h, o_t, o_2, c0, b_qs, sums, K: tl.constexpr, T: tl.constexpr, XT: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr
-):
+    addr, i_h, o_t, o_2, c0, b_qs, sums,
+    K: tl.constexpr, T: tl.constexpr, XT: tl.constexpr, KT: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
     """Scores `[rows, tokens]`, in base 2, of the tokens `o_t` of the page at `addr`."""
-    UNIT: tl.constexpr = K.unit * 2.0 ** -K.center
+    UNIT: tl.constexpr = K.unit * 2.0**-K.center
     ET: tl.constexpr = XT if K.kind == "exact" else tl.uint8
     head = i_h.to(tl.int64) * T.page * K.row
     p_codes = _field(addr, K.codes, ET) + head
@@ -139,6 +141,7 @@ def _page_scores(
     BLOCKS: tl.constexpr = K.blocks
     PLANES: tl.constexpr = K.planes
     GROUPS: tl.constexpr = K.groups
+    PAD: tl.constexpr = K.block_pad
     PARTS: tl.constexpr = max(1, T.tokens // K.group) if K.per == "channel" else 1
     N: tl.constexpr = T.tokens // PARTS
     parts = ()
@@ -149,7 +152,7 @@ def _page_scores(
             o_g = i_h * K.groups * (T.page // 2) + o_2
         elif K.per == "channel":
             o_g = (i_h * K.groups + (c0 + s * N) // K.group) * K.dim
-            b_0 = tl.zeros((b_qs[0].shape[0], K.block_pad), tl.float32)
+            b_0 = tl.zeros((b_qs[0].shape[0], PAD), tl.float32)
         for j in tl.static_range(BLOCKS):
             o_c = j * K.block + o_w
             b_x, b_y = _load_codes(p_codes, p_codes1, o_r, o_c, m_w[None, :], FULL, K.row, K)
@@ -250,6 +253,7 @@ def _page_values(
     m_d2 = 2 * o_d2 < SIZE
     FULL: tl.constexpr = V.group_pad == SIZE
     PLANES: tl.constexpr = V.planes
+    TOKENS: tl.constexpr = T.tokens
     GROUPS: tl.constexpr = len(accs)
     new_accs = ()
     new_refs = ()
@@ -275,7 +279,7 @@ def _page_values(
             b_c = b_a * (refs[g] * inv)
             if V.down[V.planes - 1] != 1.0:
                 plane = tl.arange(0, T.tokens) // N
-                down = tl.full((T.tokens,), 1.0, tl.float32)
+                down = tl.full((TOKENS,), 1.0, tl.float32)
                 for i in tl.static_range(1, PLANES):
                     down = tl.where(plane == i, V.down[i], down)
                 b_w = b_p * (b_f * (down * inv))[None, :]
@@ -410,14 +414,16 @@ def _pages(
 
     GROUPS: tl.constexpr = V.groups if V.per == "token" else 1
     SIZE: tl.constexpr = V.group if V.per == "token" else V.dim
+    # triton 3.6 takes constexpr values in a shape, not the numbers of a dataclass
     M: tl.constexpr = T.rows
+    PAD: tl.constexpr = V.group_pad
     b_m = tl.full((M,), -float("inf"), tl.float32)
     b_l = tl.zeros((M,), tl.float32)
     accs = ()
     refs = ()
     zs = ()
     for g in tl.static_range(GROUPS):
-        accs = accs + (tl.zeros((M, V.group_pad), tl.float32),)
+        accs = accs + (tl.zeros((M, PAD), tl.float32),)
         refs = refs + (tl.full((), 1e-30, tl.float32),)
         zs = zs + (tl.zeros((M,), tl.float32),)
 

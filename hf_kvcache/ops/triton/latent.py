@@ -4,6 +4,9 @@ Pages hold the latents as keys (one head, `D` numbers a token, coded or exact) a
 exact). A query row is its latent part and its rope part side by side; the output is a mix of latents.
 """
 
+# Branches on constexpr values choose code, they are not expressions: no rewriting into ternaries or `and`.
+# ruff: noqa: B007, SIM102, SIM108, SIM300
+
 import triton
 import triton.language as tl
 
@@ -26,6 +29,8 @@ def _latent_tile(
     D_PAD: tl.constexpr, R_PAD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to tile `part` of one page."""
+    ROWS: tl.constexpr = T.rows
+    TOKENS: tl.constexpr = T.tokens
     ET: tl.constexpr = XT if C.kind == "exact" else tl.uint8
     o_t = part * T.tokens + tl.arange(0, T.tokens)
     o_2 = part * (T.tokens // 2) + tl.arange(0, T.tokens // 2)
@@ -45,7 +50,7 @@ def _latent_tile(
         b_f = _pairs(_field(addr, C.scale, tl.bfloat16), o_2, o_2, True)
         if MASKED:
             b_f = tl.where(m_t, b_f, 0.0)
-        b_d = tl.broadcast_to((b_sum * -C.bias)[:, None], (T.rows, T.tokens))
+        b_d = tl.broadcast_to((b_sum * -C.bias)[:, None], (ROWS, TOKENS))
         b_s = tl.dot(b_q, tl.trans(b_c), b_d, input_precision=IP) * (b_f * C.unit)[None, :]
     b_s = tl.dot(b_qr, b_r, b_s, input_precision=IP) * q_factor
     m_ok = m_t[None, :]
@@ -74,7 +79,8 @@ def latent_split(
     D_PAD: tl.constexpr, R_PAD: tl.constexpr, PAGES: tl.constexpr, TAIL: tl.constexpr, RING: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits (+ 1 if TAIL), row blocks, B). MID_O: float32 `[B, heads, n_q, splits (+ 1), D]`; MID_L without D."""
+    """Grid (splits (+ 1 if TAIL), row blocks, B). MID_O: float32 `[B, heads, n_q, all splits, D]`; MID_L without D."""
+    ROWS: tl.constexpr = T.rows
     i_s = tl.program_id(0)
     i_b = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(1) * T.rows + tl.arange(0, T.rows)
@@ -91,9 +97,9 @@ def latent_split(
     p_o = MID_O + (row * tl.num_programs(0) + i_s) * C.dim
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None], other=0.0)
     b_qr = tl.load(p_q[:, None] + C.dim + o_r[None, :], mask=m_row[:, None], other=0.0)
-    b_m = tl.full((T.rows,), -float("inf"), tl.float32)
-    b_l = tl.zeros((T.rows,), tl.float32)
-    b_acc = tl.zeros((T.rows, D_PAD), tl.float32)
+    b_m = tl.full((ROWS,), -float("inf"), tl.float32)
+    b_l = tl.zeros((ROWS,), tl.float32)
+    b_acc = tl.zeros((ROWS, D_PAD), tl.float32)
     b_ref = tl.full((), 1e-30, tl.float32)
     if PAGES:
         if i_s < splits:
@@ -143,8 +149,12 @@ def latent_split(
                 in_new = i >= t_sink + t_ring
                 tile = tl.where(in_sink, i, tl.where(in_new, i - t_sink - t_ring, i - t_sink))
                 count = tl.where(in_sink, n_sink, tl.where(in_new, n_new, n_ring))
-                p_c = tl.where(in_sink, SINK_C + i_b * s_sc0, tl.where(in_new, NEW_C + i_b * s_nc0, RING_C + i_b * s_rc0))
-                p_r = tl.where(in_sink, SINK_R + i_b * s_sr0, tl.where(in_new, NEW_R + i_b * s_nr0, RING_R + i_b * s_rr0))
+                p_c = tl.where(
+                    in_sink, SINK_C + i_b * s_sc0, tl.where(in_new, NEW_C + i_b * s_nc0, RING_C + i_b * s_rc0)
+                )
+                p_r = tl.where(
+                    in_sink, SINK_R + i_b * s_sr0, tl.where(in_new, NEW_R + i_b * s_nr0, RING_R + i_b * s_rr0)
+                )
                 s_c = tl.where(in_sink, s_sc2, tl.where(in_new, s_nc2, s_rc2))
                 s_r = tl.where(in_sink, s_sr2, tl.where(in_new, s_nr2, s_rr2))
                 if ALIGNED:

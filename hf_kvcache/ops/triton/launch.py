@@ -97,7 +97,9 @@ def plan(chip: Chip, key: Side, value: Side, page: int, itemsize: int, rows: int
     return Plan(Tile(page, n, block, stages, 32), warps, max(1, min(splits, bound)))
 
 
-def latent_plan(chip: Chip, latent: Side, rope: Side, page: int, itemsize: int, rows: int, work: int, tokens: int) -> Plan:
+def latent_plan(
+    chip: Chip, latent: Side, rope: Side, page: int, itemsize: int, rows: int, work: int, tokens: int
+) -> Plan:
     """The launch of absorbed MLA. Every row block reads all latents again, from the L2 cache if blocks run together.
 
     64 rows (Hopper's wgmma) spill, with either tile size; coded latents spill from 32 rows up.

@@ -70,9 +70,7 @@ def decode(call: AttendCall, chip: launch.Chip | None = None) -> torch.Tensor:
     strides = [*sink_strides, *ring_strides, *new_strides]
     aligned = _aligned((*sink, *ring, *new), strides)
     pages = view.table.shape[1] > 0
-    rotations = [
-        rotation.signs(s.dim, q.dtype, q.device) if s.rotate else (spare, 1.0) for s in (key, value)
-    ]
+    rotations = [rotation.signs(s.dim, q.dtype, q.device) if s.rotate else (spare, 1.0) for s in (key, value)]
     splits = plan.splits if pages else 0
     total = splits + tail
     out = torch.empty(B, HQ, Q, D, dtype=q.dtype, device=q.device)
@@ -94,7 +92,8 @@ def decode(call: AttendCall, chip: launch.Chip | None = None) -> torch.Tensor:
         VT=exact if value.kind == "exact" else code, DK_PAD=power(key.dim), DV_PAD=power(D),
         IP="ieee" if q.dtype == torch.float32 else "tf32", SOFTCAP=cap is not None, WINDOW=view.window is not None,
         PAGES=pages, TAIL=tail,
-        RING=1 if view.ring_keys is None else view.ring_keys.shape[2], ALIGNED=aligned, num_warps=plan.warps, num_stages=tile.stages,
+        RING=1 if view.ring_keys is None else view.ring_keys.shape[2], ALIGNED=aligned,
+        num_warps=plan.warps, num_stages=tile.stages,
         **({"maxnreg": 255} if chip.assembly else {}),
     )  # fmt: skip
     return _merge(mid_o, mid_l, call.sinks, out)
@@ -161,6 +160,7 @@ def append(
     append_rows[(N, H, 2)](
         keys, values, addresses, addresses if slots is None else slots, *keys.stride()[:3], *values.stride()[:3],
         blocks[0] ** -0.5, blocks[1] ** -0.5, K=key, V=value, R=R, P=layout.page_size,
-        DK_PAD=triton.next_power_of_2(key.dim), DV_PAD=triton.next_power_of_2(value.dim), K_STEPS=blocks[0].bit_length() - 1,
+        DK_PAD=triton.next_power_of_2(key.dim), DV_PAD=triton.next_power_of_2(value.dim),
+        K_STEPS=blocks[0].bit_length() - 1,
         V_STEPS=blocks[1].bit_length() - 1, XT=_TL[keys.dtype], num_warps=1 if R == 1 else 8, enable_fp_fusion=False,
     )  # fmt: skip

@@ -39,6 +39,7 @@ class Side:
     bits: int
     per: str
     symmetric: bool
+    clip: float
     rotate: bool
     dequant: str
     codes: int
@@ -102,6 +103,7 @@ def side(layout: PageLayout, which: str, packed: bool, native_fp8: bool, narrow:
         bits=spec.bits,
         per=spec.per if spec.scaled else "none",
         symmetric=spec.symmetric,
+        clip=spec.clip,
         rotate=spec.rotate,
         dequant=dequant,
         codes=fields[f"{which}_codes"].offset,
