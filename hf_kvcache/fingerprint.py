@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,6 +39,16 @@ def model_fingerprint(model: torch.nn.Module) -> str:
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Of a tokenizer's vocabulary, added tokens included."""
     return _sha(json.dumps(sorted(tokenizer.get_vocab().items())))
+
+
+def tensors_fingerprint(tensors: Iterable[torch.Tensor | None]) -> str:
+    """Of tensors, all of their bytes."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(b"-" if x is None else f"{x.dtype} {list(x.shape)}".encode())
+        if x is not None:
+            digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _sha(text: str) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from hf_kvcache.caches import PagedCache
 from hf_kvcache.errors import ConfigError
+from hf_kvcache.fingerprint import model_fingerprint, tensors_fingerprint
 from hf_kvcache.layers.paged import PagedLayer, room
 from hf_kvcache.layers.parts import Exact
 from hf_kvcache.memory.prefix import Chunk, Part, PrefixStore
@@ -19,21 +20,20 @@ from hf_kvcache.memory.snapshot import restore_table
 class Prefill:
     """One prefill of a fresh cache with a store: `install` before it, `keep` at every boundary of chunks."""
 
-    def __init__(self, store: PrefixStore, cache: PagedCache, tokens: np.ndarray, fingerprint: str) -> None:
+    def __init__(self, store: PrefixStore, cache: PagedCache, tokens: np.ndarray, model: Any) -> None:
         for layer in cache.paged_layers:
             if store.chunk % layer.spec.page_size:
                 raise ConfigError(
                     f"PrefixStore(chunk={store.chunk}) must be a multiple of page_size={layer.spec.page_size}"
                 )
         self.store, self.cache, self.tokens = store, cache, tokens
-        config = dataclasses.replace(cache.config, prefix_store=None, impl="auto")
-        self.context = f"{fingerprint} {config}"
+        self.model, self.context = model, _context(cache, model)
         # Equal rows (beams) are looked up and kept once.
         _, self.first, self.row_of = np.unique(tokens, axis=0, return_index=True, return_inverse=True)
         self.row_of = self.row_of.reshape(-1)
         self.chains: list[list[Chunk]] = []
 
-    def install(self, model: Any) -> None:
+    def install(self) -> None:
         """Fill the cache with what every row finds."""
         found = [self.store.find(self.context, self.tokens[row]) for row in self.first]
         count = min(len(chain) for chain in found)
@@ -50,7 +50,7 @@ class Prefill:
             physical = restore_table(kind.table, arrays, seen, rows * pages)
             for i, layer in enumerate(self.cache.paged_layers):
                 if layer.kind is kind:
-                    _restore(layer, [[part[i] for part in row] for row in parts], seen, physical, model)
+                    _restore(layer, [[part[i] for part in row] for row in parts], seen, physical, self.model)
         self.cache.batch_select_indices(torch.from_numpy(self.row_of))
 
     def keep(self) -> None:
@@ -65,6 +65,14 @@ class Prefill:
                 parent = chain[-1] if chain else None
                 kept = self.store.put(self.context, parent, self.tokens[row, seen - size : seen], parts)
                 chain.extend([kept] if kept is not None else [])
+
+
+def _context(cache: PagedCache, model: Any) -> str:
+    """All that the bytes of a prefix depend on beside its tokens."""
+    config = dataclasses.replace(cache.config, calibration=None, prefix_store=None)
+    steering = tensors_fingerprint(layer.steer for layer in cache.paged_layers)
+    attention = getattr(model.config, "_attn_implementation", None)
+    return f"{model_fingerprint(model)} {model.device.type} {attention} {steering} {config}"
 
 
 def _sealed(layer: PagedLayer, seen: int) -> int:

@@ -13,7 +13,6 @@ import os
 import tempfile
 from typing import Any
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -61,11 +60,13 @@ def save_cache(cache: PagedCache, path: str, model: Any = None, tokenizer: Any =
                 if held_exact is not None:
                     tensors[f"layers.{i}.{name}.keys"] = held_exact.keys.cpu().contiguous()
                     tensors[f"layers.{i}.{name}.values"] = held_exact.values.cpu().contiguous()
+            if layer.steer is not None:  # a calibration travels with what it steered
+                tensors[f"layers.{i}.steer"] = layer.steer.cpu().contiguous()
         layers.append(entry)
     manifest = {
         "version": VERSION,
         "written_by": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "config": dataclasses.asdict(dataclasses.replace(cache.config, prefix_store=None)),
+        "config": dataclasses.asdict(dataclasses.replace(cache.config, calibration=None, prefix_store=None)),
         "kinds": [{"seen": kind.table.seen, "pages": len(held)} for kind, held in zip(kinds, physical, strict=True)],
         "layers": layers,
         "model": {"config": cache.model_fingerprint, "weights": None if model is None else model_fingerprint(model)},
@@ -122,11 +123,15 @@ def _load(data: bytes, model: Any, tokenizer: Any) -> PagedCache:
         rows = header[f"kinds.{entry['kind']}.starts"]["shape"][0]
         k, v = (torch.empty(1, heads, 0, d, dtype=model.dtype, device=device) for d in (key_dim, value_dim))
         layer.lazy_initialization(k, v)
+        assert layer.layout is not None
         for name in ("ring", "sinks"):
             for side, x in (("keys", k), ("values", v)):
                 key = f"layers.{i}.{name}.{side}"
                 if key in header:
                     _expect(header, key, [rows, heads, header[key]["shape"][2], x.shape[3]])
+        if f"layers.{i}.steer" in header:
+            rank = header[f"layers.{i}.steer"]["shape"][3]
+            _expect(header, f"layers.{i}.steer", [heads, key_dim, 2, rank])
         _expect(header, f"layers.{i}.pages", [manifest["kinds"][entry["kind"]]["pages"], layer.layout.page_bytes])
     tensors = safetensors.torch.load(data)
     if manifest.pop("sha256") != _checksum(manifest, tensors):
@@ -136,6 +141,8 @@ def _load(data: bytes, model: Any, tokenizer: Any) -> PagedCache:
         arrays = {name: tensors[f"kinds.{i}.{name}"].numpy() for name in _TABLE}
         physical.append(restore_table(kind.table, arrays, entry["seen"], entry["pages"]))
     for i, (layer, entry) in enumerate(zip(layers, manifest["layers"], strict=True)):
+        steer = tensors.get(f"layers.{i}.steer")
+        layer.steer = None if steer is None else steer.to(device)
         if entry["layout"] is None:
             continue
         exact = {
@@ -182,7 +189,7 @@ def _checksum(manifest: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
         raw = tensors[name].contiguous().flatten().view(torch.uint8)
-        digest.update(memoryview(np.ascontiguousarray(raw.numpy())))
+        digest.update(raw.numpy().data)
     return digest.hexdigest()
 
 

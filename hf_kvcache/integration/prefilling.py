@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers.generation.utils import GenerationMixin
 
-from hf_kvcache.fingerprint import model_fingerprint
 from hf_kvcache.integration.attaching import CACHE_KWARGS, paged_cache
 from hf_kvcache.prefixes import Prefill
 
@@ -43,7 +42,7 @@ def _begin(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Prefi
         or (positions is not None and not bool((positions.to(input_ids.device) == counted).all()))
     ):
         return None
-    return Prefill(cache.config.prefix_store, cache, input_ids.cpu().numpy(), model_fingerprint(model))
+    return Prefill(cache.config.prefix_store, cache, input_ids.cpu().numpy(), model)
 
 
 @functools.wraps(_ORIGINAL)
@@ -51,7 +50,7 @@ def _prefill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: An
     prefill = _begin(self, input_ids, model_kwargs)
     if prefill is None:
         return _ORIGINAL(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    prefill.install(self)
+    prefill.install()
     chunk, generation_config.prefill_chunk_size = generation_config.prefill_chunk_size, prefill.store.chunk
     hook = self.register_forward_pre_hook(lambda *_: prefill.keep())
     try:
