@@ -23,11 +23,14 @@ from hf_kvcache.config import CacheConfig
 from hf_kvcache.errors import ConfigError, KVCacheError, SavedCacheError
 from hf_kvcache.fingerprint import config_fingerprint, model_fingerprint, tokenizer_fingerprint
 from hf_kvcache.formats.spec import FormatSpec, SideSpec
+from hf_kvcache.layers.paged import PagedLayer
 from hf_kvcache.layers.parts import Exact
 from hf_kvcache.memory.snapshot import restore_table, table_arrays
 
 VERSION = 1
+MOST = 2**20  # no head dim, page or residual is larger
 _TABLE = ("starts", "first", "held", "pages")
+_DTYPES = {torch.uint8: "U8", torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def save_cache(cache: PagedCache, path: str, model: Any = None, tokenizer: Any = None) -> None:
@@ -40,6 +43,8 @@ def save_cache(cache: PagedCache, path: str, model: Any = None, tokenizer: Any =
     """
     if len(cache.paged_layers) != len(cache.layers):
         raise SavedCacheError("only caches whose layers are all in pages can be saved; see cache.describe()")
+    if any(layer.seen not in (0, layer.kind.table.seen) for layer in cache.paged_layers):
+        raise SavedCacheError("a forward pass was cut short, and the layers hold different tokens: reset() the cache")
     tensors: dict[str, torch.Tensor] = {}
     physical = []
     for i, kind in enumerate(cache.kinds):
@@ -86,7 +91,7 @@ def load_cache(path: str, model: Any, tokenizer: Any = None) -> PagedCache:
         return _load(data, model, tokenizer)
     except SavedCacheError as error:
         raise SavedCacheError(f"{path}: {error}") from None
-    except (KVCacheError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+    except (KVCacheError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, MemoryError) as error:
         raise SavedCacheError(f"{path}: not a cache that can be read ({type(error).__name__}: {error})") from None
     except safetensors.SafetensorError as error:
         raise SavedCacheError(f"{path}: not a whole safetensors file ({error})") from None
@@ -118,7 +123,7 @@ def _load(data: bytes, model: Any, tokenizer: Any) -> PagedCache:
         if getattr(torch, dtype) != model.dtype or transposed != (device.type == "cuda"):
             where = "GPU" if transposed else "CPU"
             raise SavedCacheError(f"it holds {dtype}, {where} pages; the model is {model.dtype} on {device}")
-        if not all(isinstance(n, int) and 0 < n < 2**20 for n in (heads, key_dim, value_dim)):
+        if not all(isinstance(n, int) and 0 < n < MOST for n in (heads, key_dim, value_dim)):
             raise SavedCacheError(f"layer {i} has absurd sizes {heads}, {key_dim}, {value_dim}")
         rows = header[f"kinds.{entry['kind']}.starts"]["shape"][0]
         k, v = (torch.empty(1, heads, 0, d, dtype=model.dtype, device=device) for d in (key_dim, value_dim))
@@ -128,17 +133,21 @@ def _load(data: bytes, model: Any, tokenizer: Any) -> PagedCache:
             for side, x in (("keys", k), ("values", v)):
                 key = f"layers.{i}.{name}.{side}"
                 if key in header:
-                    _expect(header, key, [rows, heads, header[key]["shape"][2], x.shape[3]])
+                    count = layer.spec.sinks if name == "sinks" else header[key]["shape"][2]
+                    _expect(header, key, x.dtype, [rows, heads, count, x.shape[3]])
         if f"layers.{i}.steer" in header:
             rank = header[f"layers.{i}.steer"]["shape"][3]
-            _expect(header, f"layers.{i}.steer", [heads, key_dim, 2, rank])
-        _expect(header, f"layers.{i}.pages", [manifest["kinds"][entry["kind"]]["pages"], layer.layout.page_bytes])
+            _expect(header, f"layers.{i}.steer", torch.float32, [heads, key_dim, 2, rank])
+        pages = manifest["kinds"][entry["kind"]]["pages"]
+        _expect(header, f"layers.{i}.pages", torch.uint8, [pages, layer.layout.page_bytes])
     tensors = safetensors.torch.load(data)
     if manifest.pop("sha256") != _checksum(manifest, tensors):
         raise SavedCacheError("its checksum is wrong: the file was damaged or changed")
     physical = []
     for i, (kind, entry) in enumerate(zip(kinds, manifest["kinds"], strict=True)):
         arrays = {name: tensors[f"kinds.{i}.{name}"].numpy() for name in _TABLE}
+        if not all(header[f"kinds.{i}.{name}"]["dtype"] == "I64" and arrays[name].ndim == 1 for name in _TABLE):
+            raise SavedCacheError("its block table is not made of whole numbers")
         physical.append(restore_table(kind.table, arrays, entry["seen"], entry["pages"]))
     for i, (layer, entry) in enumerate(zip(layers, manifest["layers"], strict=True)):
         steer = tensors.get(f"layers.{i}.steer")
@@ -150,6 +159,7 @@ def _load(data: bytes, model: Any, tokenizer: Any) -> PagedCache:
             for name in ("ring", "sinks")
             if f"layers.{i}.{name}.keys" in tensors
         }
+        _check_exact(layer, entry["seen"], exact.get("ring"), exact.get("sinks"), i)
         layer.restore(device, entry["seen"], physical[entry["kind"]], tensors[f"layers.{i}.pages"], **exact)
     return cache
 
@@ -159,11 +169,18 @@ def _config(given: dict[str, Any]) -> CacheConfig:
         sides = {side: SideSpec(**fields[side]) for side in ("key", "value")}
         return FormatSpec(**{**fields, **sides})
 
-    layers = tuple((int(i), spec(fields)) for i, fields in given["layers"])
     try:
-        return CacheConfig(**{**given, "spec": spec(given["spec"]), "layers": layers})
+        layers = tuple((int(i), spec(fields)) for i, fields in given["layers"])
+        config = CacheConfig(**{**given, "spec": spec(given["spec"]), "layers": layers})
     except ConfigError as error:
         raise SavedCacheError(f"its format is unknown here: {error}") from None
+    for one in (config.spec, *(one for _, one in config.layers)):
+        sizes = (one.page_size, one.residual, one.sinks)
+        if not all(type(n) is int and 0 <= n < MOST for n in sizes) or one.page_size % 16 or not one.page_size:
+            raise SavedCacheError(f"its page size, residual and sinks are {sizes}: such a cache cannot be")
+    if config.max_cache_len is not None and type(config.max_cache_len) is not int:
+        raise SavedCacheError(f"its max_cache_len is {config.max_cache_len!r}")
+    return config
 
 
 def _header(data: bytes) -> dict[str, Any]:
@@ -179,9 +196,26 @@ def _header(data: bytes) -> dict[str, Any]:
     return header  # type: ignore[no-any-return]
 
 
-def _expect(header: dict[str, Any], name: str, shape: list[int]) -> None:
-    if name not in header or header[name]["shape"] != shape:
-        raise SavedCacheError(f"{name} must be {shape}, the file has {header.get(name, {}).get('shape', 'none')}")
+def _expect(header: dict[str, Any], name: str, dtype: torch.dtype, shape: list[int]) -> None:
+    found = header.get(name, {})
+    if (found.get("dtype"), found.get("shape")) != (_DTYPES[dtype], shape):
+        given = f"{found.get('dtype')} {found.get('shape')}"
+        raise SavedCacheError(f"{name} must be {_DTYPES[dtype]} {shape}, the file has {given}")
+
+
+def _check_exact(layer: PagedLayer, seen: int, ring: Exact | None, sinks: Exact | None, i: int) -> None:
+    """Refuse a layer whose exact tokens are not all there."""
+    table = layer.kind.table
+    open_tokens = int((table.lengths - table.sealed).max(initial=0))
+    slots = 0 if ring is None else ring.keys.shape[2]
+    if ring is not None and ring.values.shape[2] != slots:
+        raise SavedCacheError(f"layer {i}: its ring has {slots} keys and {ring.values.shape[2]} values")
+    if seen != table.seen or slots % table.page_size or slots < open_tokens or (slots > 0 and table.direct):
+        raise SavedCacheError(
+            f"layer {i} saw {seen} columns and its ring has {slots} slots; its table has {table.seen} and needs {open_tokens}"
+        )
+    if (sinks is None) != (layer.spec.sinks == 0):
+        raise SavedCacheError(f"layer {i} has {layer.spec.sinks} sinks, and the file {'none' if sinks is None else 'some'}")
 
 
 def _checksum(manifest: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:

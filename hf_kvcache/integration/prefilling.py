@@ -52,7 +52,12 @@ def _prefill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: An
         return _ORIGINAL(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     prefill.install()
     chunk, generation_config.prefill_chunk_size = generation_config.prefill_chunk_size, prefill.store.chunk
-    hook = self.register_forward_pre_hook(lambda *_: prefill.keep())
+
+    def between_chunks(_: Any, args: Any, given: dict[str, Any]) -> None:
+        if paged_cache(given) is prefill.cache:  # not a call of the same model in another thread
+            prefill.keep()
+
+    hook = self.register_forward_pre_hook(between_chunks, with_kwargs=True)
     try:
         out = _ORIGINAL(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     finally:

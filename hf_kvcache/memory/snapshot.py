@@ -9,6 +9,8 @@ from hf_kvcache.memory.table import BlockTable
 
 Arrays = dict[str, np.ndarray]
 
+MOST_COLUMNS, MOST_ENTRIES = 2**31, 2**28  # what a table that is loaded may have: far more than any real one
+
 
 def table_arrays(table: BlockTable) -> tuple[Arrays, np.ndarray]:
     """int64 arrays that say which row holds which page, and the physical pages in the order that they are numbered by.
@@ -26,18 +28,9 @@ def restore_table(table: BlockTable, arrays: Arrays, seen: int, count: int) -> n
     Raises SavedCacheError when the arrays do not describe a table.
     """
     starts, first, held, numbers = (arrays[name] for name in ("starts", "first", "held", "pages"))
-    each = held - first
-    lengths, P = np.maximum(seen - starts, 0), table.page_size
-    most = -(-lengths // P) if table.direct else lengths // P
-    fits = (
-        len(starts) == len(first) == len(held)
-        and bool((starts >= 0).all() and (first >= 0).all() and (each >= 0).all() and (held <= most).all())
-        and (not table.direct or bool((held == most).all()))
-        and int(each.sum()) == len(numbers)
-        and np.array_equal(np.unique(numbers), np.arange(count))
-    )
-    if not fits:
+    if not _fits(table, starts, first, held, numbers, seen, count):
         raise SavedCacheError("the saved block table contradicts itself")
+    each = held - first
     physical = table.pool.take(count)
     table.starts, table.first, table.held, table.seen = starts.copy(), first.copy(), held.copy(), seen
     table.pages = np.zeros((len(starts), int(held.max(initial=0))), np.int32)
@@ -48,3 +41,25 @@ def restore_table(table: BlockTable, arrays: Arrays, seen: int, count: int) -> n
     table.pool.release(physical)
     table.touched()
     return physical
+
+
+def _fits(
+    table: BlockTable, starts: np.ndarray, first: np.ndarray, held: np.ndarray, numbers: np.ndarray, seen: int, count: int
+) -> bool:
+    """Whether a table could have come to this: no token that a query may ask for is without a page or a place in a ring."""
+    B, P = len(starts), table.page_size
+    if not len(first) == len(held) == B or not 0 <= seen < MOST_COLUMNS or not ((starts >= 0) & (starts <= seen)).all():
+        return False
+    lengths = seen - starts
+    most = -(-lengths // P) if table.direct else lengths // P
+    passed = 0 if table.window is None else np.maximum(lengths - table.window + 1, 0) // P
+    fits = (first >= 0) & (first <= passed) & (first <= held) & (held <= most)
+    if table.direct:
+        fits &= held == most
+    return (
+        bool(fits.all())
+        and B * int(held.max(initial=0)) <= MOST_ENTRIES
+        and int((held - first).sum()) == len(numbers)
+        and count <= len(numbers)
+        and np.array_equal(np.unique(numbers), np.arange(count))
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,8 @@ import pytest
 import torch
 
 import hf_kvcache
-from hf_kvcache import saving
-from hf_kvcache.errors import SavedCacheError
+from hf_kvcache import calibration, saving
+from hf_kvcache.errors import KVCacheError, SavedCacheError
 from tests.grids import CACHE, model, prompt
 
 QUIET = {"do_sample": False, "pad_token_id": 0}
@@ -118,6 +120,14 @@ WRONG = {
     "page count": (lambda m, t: m["kinds"][0].update(pages=10**12), "pages must be"),
     "table": (lambda m, t: t["kinds.0.held"].fill_(10**9), "contradicts itself"),
     "ring": (lambda m, t: t.update({"layers.0.ring.keys": torch.zeros(9, 2, 16, 16)}), "ring.keys must be"),
+    "ring gone": (lambda m, t: [t.pop(f"layers.0.ring.{side}") for side in ("keys", "values")], "its ring has 0 slots"),
+    "sinks gone": (lambda m, t: [t.pop(f"layers.0.sinks.{side}") for side in ("keys", "values")], "has 2 sinks"),
+    "ring dtype": (lambda m, t: t.update({"layers.0.ring.keys": t["layers.0.ring.keys"].half()}), "ring.keys must be F32"),
+    "columns": (lambda m, t: m["kinds"][0].update(seen=2**40), "contradicts itself"),
+    "layer's columns": (lambda m, t: m["layers"][0].update(seen=3), "saw 3 columns"),
+    "page size": (lambda m, t: m["config"]["spec"].update(page_size=10**9), "such a cache cannot be"),
+    "table dtype": (lambda m, t: t.update({"kinds.0.held": t["kinds.0.held"].double()}), "whole numbers"),
+    "pages let go": (lambda m, t: t["kinds.0.first"].fill_(1), "contradicts itself"),
 }
 
 
@@ -147,6 +157,99 @@ def test_damage_is_refused(tmp_path: Path) -> None:
         (tmp_path / "it").write_bytes(bytes(fuzzed))
         with pytest.raises(SavedCacheError):
             hf_kvcache.load_cache(tmp_path / "it", model("llama"))
+
+
+def numbers_in(node) -> list[tuple]:
+    """Where in a manifest the numbers are: (container, key)."""
+    if not isinstance(node, dict | list):
+        return []
+    pairs = list(node.items() if isinstance(node, dict) else enumerate(node))
+    here = [(node, key) for key, x in pairs if type(x) is int]
+    return here + [place for _, x in pairs for place in numbers_in(x)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_crafted_files_are_refused_or_work(kind: str, tmp_path: Path) -> None:
+    """Their checksum is right; what is in them is not. Nothing may be read outside of its memory."""
+    cache, ids = filled(kind, "gemma3")
+    cache.save(tmp_path / "it")
+    data = (tmp_path / "it").read_bytes()
+    generator, loaded = random.Random(3), 0
+
+    def change(manifest, tensors) -> None:
+        value = generator.choice([-1, 0, 1, 2, 3, 16, 33, 64, 4096, 2**20 - 16, 2**31, 2**62])
+        if generator.random() < 0.5:
+            container, key = generator.choice(numbers_in(manifest))
+            container[key] = value
+            return
+        name = generator.choice(sorted(tensors))
+        x = tensors[name]
+        if x.dtype == torch.int64 and x.numel() and generator.random() < 0.7:
+            x.view(-1)[generator.randrange(x.numel())] = value
+        elif x.dim():
+            axis = generator.randrange(x.dim())
+            tensors[name] = x.narrow(axis, 0, generator.randrange(x.shape[axis] + 1)).contiguous()
+
+    for _ in range(120):
+        (tmp_path / "it").write_bytes(rewrite(data, change))
+        try:
+            got = hf_kvcache.load_cache(tmp_path / "it", model("gemma3"))
+        except SavedCacheError:
+            continue
+        loaded += 1
+        try:
+            model("gemma3")(ids[:1, -1:].expand(got.kinds[0].table.batch, 1), **{CACHE: got})
+        except KVCacheError:
+            continue
+    assert loaded < 60
+
+
+def test_a_killed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, signal, torch, hf_kvcache; from tests.grids import model\n"
+        "cache = hf_kvcache.make_cache('paged_fp8', model('llama').config)\n"
+        "cache.update(torch.ones(1, 2, 70, 16), torch.ones(1, 2, 70, 16), 0)\n"
+        "cache.save(sys.argv[1])\n"
+        "class Half:\n"
+        "    def __init__(self, handle): self.handle = handle\n"
+        "    def __enter__(self): return self\n"
+        "    def __exit__(self, *_): pass\n"
+        "    def write(self, data):\n"
+        "        os.write(self.handle, data[: len(data) // 2]); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.fdopen = lambda handle, mode: Half(handle)\n"
+        "cache.update(torch.ones(1, 2, 1, 16), torch.ones(1, 2, 1, 16), 0)\n"
+        "cache.save(sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "it")],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2, "the half that was written is there, beside it"
+    assert hf_kvcache.load_cache(tmp_path / "it", model("llama")).layers[0].seen == 70
+
+
+def test_a_calibration_travels_along(tmp_path: Path) -> None:
+    llama, ids = model("llama"), prompt(1, 90)
+    calibration.write(tmp_path / "c.json", {i: torch.randn(2, 16, 2) for i in range(2)}, {})
+    options = {"calibration": str(tmp_path / "c.json"), "page_size": 32, "residual_length": 9}
+    cache = hf_kvcache.make_cache("paged_int4", llama.config, **options)
+    ids = llama.generate(ids, max_new_tokens=3, **{CACHE: cache}, **QUIET)
+    cache.save(tmp_path / "it")
+    (tmp_path / "c.json").unlink()
+    loaded = hf_kvcache.load_cache(tmp_path / "it", llama)
+    for one in (cache, loaded):
+        llama.generate(ids, max_new_tokens=60, **{CACHE: one}, **QUIET)
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, loaded.layers, strict=True))
+
+
+def test_a_forward_that_was_cut_short_is_not_saved(tmp_path: Path) -> None:
+    cache, _ = filled("ring")
+    cache.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16), 0)
+    with pytest.raises(SavedCacheError, match="cut short"):
+        cache.save(tmp_path / "it")
 
 
 def test_a_save_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
