@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import hf_kvcache
+from hf_kvcache import calibration
 from hf_kvcache.errors import ConfigError
+from hf_kvcache.fingerprint import model_fingerprint
 from hf_kvcache.memory.prefix import Part, PrefixStore
-from tests.grids import cache_of, model, prompt
+from tests.grids import CACHE, cache_of, model, prompt
 
 C = 32
 KINDS = {
@@ -153,6 +156,49 @@ def test_threads() -> None:
     held = store._chunks.values()
     assert store.stats()["bytes"] == sum(c.nbytes for c in held) <= 20_000
     assert all(c.parent is None or c.parent in held for c in held)
+
+
+def test_threads_that_generate_with_one_model_and_one_store() -> None:
+    questions = [torch.cat((prompt(1, 2 * C, seed=s % 2), prompt(1, 5 + s, seed=s)), dim=1) for s in range(4)]
+    expected = [ask(q, PrefixStore(chunk=C), "ring").sequences for q in questions]
+    store, answers = PrefixStore(chunk=C), {}
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            answers[i] = ask(questions[i], store, "ring").sequences
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(answers[i], x) for i, x in enumerate(expected))
+    for q, x in zip(questions, expected, strict=True):
+        assert torch.equal(ask(q, store, "ring").sequences, x), "what they left behind is right"
+    assert store.stats()["chunks"] == 4
+
+
+def test_other_weights_adapters_and_calibrations_are_other_models() -> None:
+    one = copy.deepcopy(model("llama"))
+    before = model_fingerprint(one)
+    assert before == model_fingerprint(model("llama"))
+    one.model.layers[0].self_attn.v_proj.weight.data.mul_(1.01)
+    changed = model_fingerprint(one)
+    one.model.layers[0].active_adapters = ["a"]  # as peft's modules have it
+    named = model_fingerprint(one)
+    one.model.layers[0].active_adapters = ["b"]
+    assert len({before, changed, named, model_fingerprint(one)}) == 4
+
+
+def test_a_calibration_tells_prefixes_apart(tmp_path: Path) -> None:
+    store, path = PrefixStore(chunk=C), tmp_path / "c.json"
+    for scale in (1.0, 2.0, 2.0):
+        calibration.write(path, {i: scale * torch.ones(2, 16, 2) for i in range(2)}, {})
+        cache = hf_kvcache.make_cache(
+            "paged_int4", model("llama").config, page_size=32, calibration=str(path), prefix_store=store
+        )
+        model("llama").generate(prompt(1, C + 1), max_new_tokens=1, do_sample=False, pad_token_id=0, **{CACHE: cache})
+    assert store.stats()["tokens_found"] == C, "found with the same one only, whatever its file is called"
 
 
 def test_a_copy_is_the_same_store_and_wrong_ones_are_refused() -> None:
