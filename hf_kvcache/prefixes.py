@@ -11,7 +11,8 @@ import torch
 from hf_kvcache.caches import PagedCache
 from hf_kvcache.errors import ConfigError
 from hf_kvcache.fingerprint import model_fingerprint, tensors_fingerprint
-from hf_kvcache.layers.paged import PagedLayer, room
+from hf_kvcache.layers import paged
+from hf_kvcache.layers.paged import PagedLayer
 from hf_kvcache.layers.parts import Exact
 from hf_kvcache.memory.prefix import Chunk, Part, PrefixStore
 from hf_kvcache.memory.snapshot import restore_table
@@ -114,7 +115,7 @@ def _restore(layer: PagedLayer, rows: list[list[Part]], seen: int, physical: np.
         P, R = layer.spec.page_size, layer.spec.residual
         size = P * -(-(R + P) // P)
         slots = np.arange(_sealed(layer, seen) * P, seen) % size
-        ring = Exact(*(room(exact(name), size) for name in ("ring_k", "ring_v")))
+        ring = Exact(*(paged.room(exact(name), size) for name in ("ring_k", "ring_v")))
         ring.keys[:, :, slots], ring.values[:, :, slots] = exact("ring_k"), exact("ring_v")
     if "sink_k" in rows[0][-1].exact:
         sinks = Exact(exact("sink_k"), exact("sink_v"))
