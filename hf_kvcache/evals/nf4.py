@@ -13,7 +13,7 @@ Encoded = tuple[torch.Tensor, Any]
 
 
 class Nf4Layer(QuantizedLayer):
-    """Codes of 4 bits and a float32 scale for every `q_group_size` (32, 64, ...) numbers; the newest tokens exact."""
+    """Codes of 4 bits and a float32 scale for every `q_group_size` numbers (64: bitsandbytes 0.50 errs on a CPU with 32); the newest tokens exact."""
 
     def _quantize(self, tensor: torch.Tensor, axis: int) -> Encoded:
         from bitsandbytes.functional import quantize_4bit
