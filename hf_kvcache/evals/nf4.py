@@ -9,22 +9,24 @@ import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import QuantizedLayer
 
-Encoded = tuple[torch.Tensor, Any]
+Encoded = tuple[torch.Size, torch.Tensor, Any]
 
 
 class Nf4Layer(QuantizedLayer):
-    """Codes of 4 bits and a float32 scale for every `q_group_size` numbers (64: bitsandbytes 0.50 errs on a CPU with 32); the newest tokens exact."""
+    """Codes of 4 bits and a float32 scale for every `q_group_size` numbers; the newest tokens exact."""
 
     def _quantize(self, tensor: torch.Tensor, axis: int) -> Encoded:
         from bitsandbytes.functional import quantize_4bit
 
-        encoded: Encoded = quantize_4bit(tensor, blocksize=self.q_group_size, quant_type="nf4")
-        return encoded
+        # In one dim: bitsandbytes 0.50 decodes wrongly on a CPU where the last dim is smaller than a block.
+        codes, state = quantize_4bit(tensor.flatten(), blocksize=self.q_group_size, quant_type="nf4")
+        return tensor.shape, codes, state
 
     def _dequantize(self, encoded: Encoded) -> torch.Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(*encoded)
+        shape, codes, state = encoded
+        return dequantize_4bit(codes, state).view(shape)
 
 
 def nf4_cache(config: PreTrainedConfig, **options: Any) -> Cache:
