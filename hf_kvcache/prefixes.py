@@ -112,8 +112,8 @@ def _restore(layer: PagedLayer, rows: list[list[Part]], seen: int, physical: np.
 
     ring = sinks = None
     if "ring_k" in rows[0][-1].exact:
-        P, R = layer.spec.page_size, layer.spec.residual
-        size = P * -(-(R + P) // P)
+        P = layer.spec.page_size
+        size = layer.spec.residual + P
         slots = np.arange(_sealed(layer, seen) * P, seen) % size
         ring = Exact(*(paged.room(exact(name), size) for name in ("ring_k", "ring_v")))
         ring.keys[:, :, slots], ring.values[:, :, slots] = exact("ring_k"), exact("ring_v")

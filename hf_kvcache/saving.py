@@ -210,7 +210,7 @@ def _check_exact(layer: PagedLayer, seen: int, ring: Exact | None, sinks: Exact 
     slots = 0 if ring is None else ring.keys.shape[2]
     if ring is not None and ring.values.shape[2] != slots:
         raise SavedCacheError(f"layer {i}: its ring has {slots} keys and {ring.values.shape[2]} values")
-    if seen != table.seen or slots % table.page_size or slots < open_tokens or (slots > 0 and table.direct):
+    if seen != table.seen or slots < open_tokens or (slots > 0 and table.direct):
         raise SavedCacheError(
             f"layer {i} saw {seen} columns and its ring has {slots} slots; its table has {table.seen} and needs {open_tokens}"
         )
