@@ -11,10 +11,12 @@ from hf_kvcache.config import LAYOUTS
 from hf_kvcache.errors import KVCacheError
 from hf_kvcache.evals import front, perplexity
 from hf_kvcache.formats.spec import FORMATS
+from hf_kvcache.planning import command as plan
 
 EPILOG = """\
 examples:
   hf-kvcache list
+  hf-kvcache plan --layers 80 --kv-heads 8 --head-dim 128 --batch 32 --context 8192 --gpu h100
   hf-kvcache eval perplexity --caches paged_fp8 paged_int8
 """
 
@@ -33,6 +35,10 @@ def build_parser() -> argparse.ArgumentParser:
         "list", help=about, description=about, epilog="example:\n  hf-kvcache list", formatter_class=raw
     )
     listing.set_defaults(func=list_caches)
+
+    planning = commands.add_parser("plan", help=plan.ABOUT, description=plan.ABOUT, epilog=plan.EPILOG, formatter_class=raw)
+    plan.add_arguments(planning)
+    planning.set_defaults(func=plan.run)
 
     evals = commands.add_parser(
         "eval", help="measure caches", description="Measure caches.", epilog=EPILOG, formatter_class=raw
