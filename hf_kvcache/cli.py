@@ -11,6 +11,7 @@ from hf_kvcache.config import LAYOUTS
 from hf_kvcache.errors import KVCacheError
 from hf_kvcache.evals import front, perplexity
 from hf_kvcache.formats.spec import FORMATS
+from hf_kvcache.planning import advise
 from hf_kvcache.planning import command as plan
 
 EPILOG = """\
@@ -39,6 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
     planning = commands.add_parser("plan", help=plan.ABOUT, description=plan.ABOUT, epilog=plan.EPILOG, formatter_class=raw)
     plan.add_arguments(planning)
     planning.set_defaults(func=plan.run)
+    advice = commands.add_parser("advise", help=advise.ABOUT, description=advise.ABOUT, epilog=advise.EPILOG, formatter_class=raw)
+    advise.add_arguments(advice)
+    advice.set_defaults(func=advise.run)
 
     evals = commands.add_parser(
         "eval", help="measure caches", description="Measure caches.", epilog=EPILOG, formatter_class=raw

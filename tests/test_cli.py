@@ -15,7 +15,7 @@ from hf_kvcache import cli
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("command", [[], ["list"], ["plan"], ["eval"], ["eval", "perplexity"]])
+@pytest.mark.parametrize("command", [[], ["list"], ["plan"], ["advise"], ["eval"], ["eval", "perplexity"]])
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([*command, "--help"])
