@@ -9,11 +9,19 @@ from collections.abc import Sequence
 import hf_kvcache
 from hf_kvcache.config import LAYOUTS
 from hf_kvcache.errors import KVCacheError
-from hf_kvcache.evals import front, perplexity
+from hf_kvcache.evals import front, generation, memory, perplexity, retrieval, speed
 from hf_kvcache.formats.spec import FORMATS
 from hf_kvcache.planning import advise
 from hf_kvcache.planning import command as plan
 
+EVALS = {
+    "perplexity": perplexity,
+    "front": front,
+    "retrieval": retrieval,
+    "generation": generation,
+    "speed": speed,
+    "memory": memory,
+}
 EPILOG = """\
 examples:
   hf-kvcache list
@@ -48,16 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
         "eval", help="measure caches", description="Measure caches.", epilog=EPILOG, formatter_class=raw
     )
     kinds = evals.add_subparsers(required=True, metavar="WHAT")
-    ppl = kinds.add_parser(
-        "perplexity", help=perplexity.ABOUT, description=perplexity.ABOUT, epilog=perplexity.EPILOG, formatter_class=raw
-    )
-    perplexity.add_arguments(ppl)
-    ppl.set_defaults(func=perplexity.run)
-    bits = kinds.add_parser(
-        "front", help=front.ABOUT, description=front.ABOUT, epilog=front.EPILOG, formatter_class=raw
-    )
-    front.add_arguments(bits)
-    bits.set_defaults(func=front.run)
+    for name, module in EVALS.items():
+        kind = kinds.add_parser(name, help=module.ABOUT, description=module.ABOUT, epilog=module.EPILOG, formatter_class=raw)
+        module.add_arguments(kind)
+        kind.set_defaults(func=module.run)
     return parser
 
 

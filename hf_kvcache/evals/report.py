@@ -1,4 +1,4 @@
-"""The table for the terminal."""
+"""Tables for the terminal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ HEADER = (
 
 def table(results: list[dict[str, Any]]) -> str:
     """Results (see `perplexity.measure`) as aligned columns, a row a cache."""
-    rows = [HEADER, *(_cells(result) for result in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    return aligned([HEADER, *(_cells(result) for result in results)])
+
+
+def aligned(rows: list[tuple[str, ...]], left: int = 1) -> str:
+    """Rows of cells as columns under a ruled header; the first `left` columns start at their left edge."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
+            cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
