@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_kvcache import calibration
 from hf_kvcache.config import CacheConfig, resolve
 from hf_kvcache.errors import ConfigError, UnsupportedModelError
 from hf_kvcache.layers.paged import Kind, PagedLayer
@@ -66,7 +67,8 @@ class PagedCache(DynamicCache):
                         capacity=config.max_cache_len,
                     )
                 )
-            self.layers[i] = PagedLayer(spec, kinds[key], leader=leader, impl=config.impl)
+            steer = None if config.calibration is None else calibration.steers(config.calibration, i, spec.key)
+            self.layers[i] = PagedLayer(spec, kinds[key], leader=leader, impl=config.impl, steer=steer)
             self._report.append(LayerReport(i, "PagedLayer", spec.name, window, why))
         if not kinds:
             raise UnsupportedModelError(

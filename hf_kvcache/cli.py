@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import hf_kvcache
 from hf_kvcache.config import LAYOUTS
 from hf_kvcache.errors import KVCacheError
-from hf_kvcache.evals import front, generation, memory, perplexity, retrieval, speed
+from hf_kvcache.evals import calibrate, front, generation, memory, perplexity, retrieval, speed
 from hf_kvcache.formats.spec import FORMATS
 from hf_kvcache.planning import advise
 from hf_kvcache.planning import command as plan
@@ -60,6 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
         kind = kinds.add_parser(name, help=module.ABOUT, description=module.ABOUT, epilog=module.EPILOG, formatter_class=raw)
         module.add_arguments(kind)
         kind.set_defaults(func=module.run)
+
+    calibration = commands.add_parser(
+        "calibrate", help=calibrate.ABOUT, description=calibrate.ABOUT, epilog=calibrate.EPILOG, formatter_class=raw
+    )
+    calibrate.add_arguments(calibration)
+    calibration.set_defaults(func=calibrate.run)
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class CacheConfig:
     layers: tuple[tuple[int, FormatSpec], ...] = ()
     max_cache_len: int | None = None
     impl: str = "auto"
+    calibration: str | None = None
 
     def spec_of(self, layer: int, layers: int) -> FormatSpec:
         """The format of one layer out of `layers`."""
@@ -56,6 +58,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
         layers: {layer index: format name}, negative from the end.
         max_cache_len: most columns the cache may hold; memory is then taken at once.
         impl: attention implementation, see `hf_kvcache.impl_report()`.
+        calibration: a file that `hf-kvcache calibrate` made for the model: better keys below 8 bits.
 
     Raises ConfigError for anything else, in words.
     """
@@ -75,12 +78,13 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
     layers = tuple((_layer(index), _spec(_format(fmt_), given)) for index, fmt_ in _mapping(given, "layers").items())
     spec = _spec(FORMATS[fmt], given)
     max_cache_len = _integer(given, "max_cache_len", None, 1)
-    return CacheConfig(str(name), layout, spec, layers, max_cache_len, str(given.get("impl", "auto")))
+    calibration = _calibration(given, [spec, *(layer for _, layer in layers)])
+    return CacheConfig(str(name), layout, spec, layers, max_cache_len, str(given.get("impl", "auto")), calibration)
 
 
 _OPTIONS = (
     "page_size", "residual_length", "sinks", "nbits", "q_group_size", "rotate", "key", "value", "layers",
-    "max_cache_len", "impl",
+    "max_cache_len", "impl", "calibration",
 )  # fmt: skip
 
 
@@ -142,6 +146,20 @@ def _format(name: Any) -> FormatSpec:
     if name not in FORMATS:
         raise ConfigError(f"{name!r} is not a format.{suggest(name, FORMATS)} Accepted: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def _calibration(given: dict[str, Any], specs: list[FormatSpec]) -> str | None:
+    path = given.get("calibration")
+    if path is None:
+        return None
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"calibration={path!r}: accepted is the path of a file that `hf-kvcache calibrate` wrote")
+    if not any(spec.key.per == "channel" for spec in specs):
+        raise ConfigError(
+            f"calibration={str(path)!r} steers the rounding of keys whose scales are per channel, and {specs[0].name} has none: "
+            "use it with int4, int3, int2 or a mixed format of these"
+        )
+    return os.fspath(path)
 
 
 def _mapping(given: dict[str, Any], name: str) -> Mapping[Any, Any]:

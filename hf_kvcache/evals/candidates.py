@@ -20,7 +20,7 @@ STATIC = "static"
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One entry of `--caches`: `dynamic`, `quantized:backend=quanto,nbits=4` or a name of ours with options."""
+    """One entry of `--caches`: `dynamic`, `quantized:backend=quanto,nbits=4` (also hqq, fp8, nf4) or a name of ours."""
 
     text: str
     name: str
@@ -107,6 +107,10 @@ def _static(config: PreTrainedConfig, max_cache_len: int | None, **options: Any)
 def _quantized(config: PreTrainedConfig, backend: str, **options: Any) -> Cache:
     from transformers import QuantizedCache
 
+    if backend == "nf4":
+        from hf_kvcache.evals.nf4 import nf4_cache
+
+        return nf4_cache(config, **options)
     return QuantizedCache(backend, config, **options)
 
 

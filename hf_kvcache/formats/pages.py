@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from hf_kvcache.formats import hadamard, packing, scalar
+from hf_kvcache.formats import hadamard, packing, scalar, steering
 from hf_kvcache.formats.spec import PLANES, Field, PageLayout, SideSpec
 
 LARGEST = 2.0**100  # what encoding takes an infinity for: finite after any rotation
@@ -24,12 +24,15 @@ def field_view(pages: torch.Tensor, field: Field) -> torch.Tensor:
     return out
 
 
-def encode(x: torch.Tensor, side: Side, layout: PageLayout) -> Arrays:
-    """Encode whole pages: `x` `[N, H, P, D]` in any float dtype -> the side's fields, `[N, *field.shape]` each."""
+def encode(x: torch.Tensor, side: Side, layout: PageLayout, steer: torch.Tensor | None = None) -> Arrays:
+    """Encode whole pages: `x` `[N, H, P, D]` in any float dtype -> the side's fields, `[N, *field.shape]` each.
+
+    steer: what `steering.prepare` made for keys, or None.
+    """
     spec = layout.spec.key if side == "k" else layout.spec.value
     if spec.kind == "exact":
         return {f"{side}_codes": _oriented(x, side, layout)}
-    codes, scale, zero = quantize_tokens(x, spec)
+    codes, scale, zero = quantize_tokens(x, spec, steer if side == "k" else None)
     packed = packing.pack(_oriented(codes, side, layout), spec.bits, _summed_dim(side, layout))
     arrays = {f"{side}_codes{i or ''}": array for i, array in enumerate(packed)}
     arrays[f"{side}_scale"] = scale
@@ -59,8 +62,10 @@ def decode(pages: torch.Tensor, side: Side, layout: PageLayout, unrotate: bool =
     return hadamard.rotate(x) if spec.rotate and unrotate else x
 
 
-def quantize_tokens(x: torch.Tensor, spec: SideSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Rotate, measure and encode `x` `[N, H, T, D]`.
+def quantize_tokens(
+    x: torch.Tensor, spec: SideSpec, steer: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Rotate, measure and encode `x` `[N, H, T, D]`, with rounding steered where `steer` is given.
 
     Returns codes uint8 `[N, H, T, D]`, and scales and zeros (or None) `[N, H, groups, T]` for scales per token,
     `[N, H, groups, D]` per channel.
@@ -74,7 +79,10 @@ def quantize_tokens(x: torch.Tensor, spec: SideSpec) -> tuple[torch.Tensor, torc
     groups = -(-length // group)
     if groups * group != length:  # the last group is short: repeat its last value, which changes no range
         x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], groups * group - length)), dim=-1)
-    codes, scale, zero = scalar.quantize(x.unflatten(-1, (groups, group)), spec)
+    x = x.unflatten(-1, (groups, group))
+    codes, scale, zero = scalar.quantize(x, spec)
+    if steer is not None and zero is not None and steering.serves(spec):
+        codes = steering.steer(x, scale, zero, spec.bits, steer)
     codes = codes.flatten(-2)[..., :length]
     if spec.per == "channel":
         codes = codes.transpose(-1, -2)

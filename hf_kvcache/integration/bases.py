@@ -6,3 +6,4 @@ transformers tests such names for "sdpa", "flash" and "paged|", so none may cont
 from __future__ import annotations
 
 BASES = {"sdpa": "hfkv", "eager": "hfkv_eager", "flash_attention_2": "hfkv_fa2", "flash_attention_3": "hfkv_fa3"}
+OBSERVER = "hfkv_observer"  # stands in for a base while queries are watched

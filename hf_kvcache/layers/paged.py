@@ -14,6 +14,7 @@ from hf_kvcache.formats import hadamard
 from hf_kvcache.formats import pages as codec
 from hf_kvcache.formats.spec import FormatSpec, PageLayout
 from hf_kvcache.layers.lazy import LazyKV
+from hf_kvcache.memory.exact import ExactMoves
 from hf_kvcache.memory.indices import IndexCache
 from hf_kvcache.memory.store import PageStore
 from hf_kvcache.memory.table import Append, BlockTable, Crop
@@ -27,9 +28,10 @@ class Kind:
 
     table: BlockTable
     indices: IndexCache = field(init=False)
+    moves: ExactMoves = field(init=False)
 
     def __post_init__(self) -> None:
-        self.indices = IndexCache(self.table)
+        self.indices, self.moves = IndexCache(self.table), ExactMoves(self.table)
 
 
 @dataclass
@@ -59,14 +61,17 @@ class PagedLayer(CacheLayerMixin):
 
     spec: the format. kind: what the layer shares with the others of its kind. leader: whether this layer is the
     first of them. window: the model's sliding window for this layer, itself included, or None.
-    impl: attention implementation (`ops.api.IMPLS`) or "auto".
+    impl: attention implementation (`ops.api.IMPLS`) or "auto". steer: what `formats.steering.prepare` made of a
+    calibration for this layer's keys, or None.
     """
 
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, spec: FormatSpec, kind: Kind, *, leader: bool, impl: str = "auto") -> None:
-        self.spec, self.kind, self.leader, self.impl = spec, kind, leader, impl
+    def __init__(
+        self, spec: FormatSpec, kind: Kind, *, leader: bool, impl: str = "auto", steer: torch.Tensor | None = None
+    ) -> None:
+        self.spec, self.kind, self.leader, self.impl, self.steer = spec, kind, leader, impl, steer
         self.is_sliding = kind.table.window is not None
         self.sliding_window = kind.table.window
         self.layout: PageLayout | None = None
@@ -135,6 +140,7 @@ class PagedLayer(CacheLayerMixin):
                 transposed=key_states.device.type == "cuda",
             )
             self.store = PageStore(self.layout, self.device)
+        self.steer = None if self.steer is None else self.steer.to(self.device)
         self.is_initialized = True
 
     def _check(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -151,6 +157,11 @@ class PagedLayer(CacheLayerMixin):
             for x, spec in ((k, self.spec.key), (v, self.spec.value)):
                 if spec.rotate:
                     hadamard.block_size(x.shape[3])
+            if self.steer is not None and self.steer.shape[:2] != (k.shape[1], k.shape[3]):
+                raise CacheUseError(
+                    f"the calibration is of {self.steer.shape[0]} heads with {self.steer.shape[1]} channels, and the keys "
+                    f"have {k.shape[1]} with {k.shape[3]}: it was made for another model"
+                )
             return
         assert self.layout is not None
         if (k.dtype, v.dtype) != (self.dtypes["k"], self.dtypes["v"]):
@@ -169,7 +180,6 @@ class PagedLayer(CacheLayerMixin):
 
     # ---- update
 
-    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,6 +189,8 @@ class PagedLayer(CacheLayerMixin):
         views of everything afterwards, in which the tokens of a call of more than one token are still exact.
         Raises CacheUseError, and changes nothing, for another batch size, dtype, shape or device.
         """
+        if torch.compiler.is_compiling():
+            return _update_outside_graph(self, key_states, value_states)
         self._check(key_states, value_states)
         B, _, T, _ = key_states.shape
         plan = self.kind.table.append(self.seen, T, B)
@@ -224,49 +236,32 @@ class PagedLayer(CacheLayerMixin):
 
     def _write_sinks(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep each row's first real tokens."""
-        S = self.spec.sinks
         if self.sinks is None:
-            self.sinks = Exact(room(k, S), room(v, S))
-        for b in np.flatnonzero((plan.old_lengths < S) & (plan.lengths > plan.old_lengths)):
-            old, new, skip = int(plan.old_lengths[b]), min(int(plan.lengths[b]), S), int(plan.skip[b])
-            for store, x in ((self.sinks.keys, k), (self.sinks.values, v)):
-                store[b, :, old:new] = x[b, :, skip : skip + new - old]
+            self.sinks = Exact(room(k, self.spec.sinks), room(v, self.spec.sinks))
+        for b, token, end, column in self.kind.moves.sinks(plan, self.spec.sinks):
+            for held, x in ((self.sinks.keys, k), (self.sinks.values, v)):
+                held[b, :, token:end] = x[b, :, column : column + end - token]
 
     def _write_ring(self, plan: Append, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Other formats: seal the pages that are due, keep the rest exact in the ring.
-
-        Token t of a row is in ring slot t % C. A page that is sealed takes its tokens from the ring as it was and
-        from this append.
-        """
-        assert self.store is not None and self.layout is not None
-        P, sealed, lengths, old = self.layout.page_size, self.kind.table.sealed, plan.lengths, plan.old_lengths
+        """Other formats: seal the pages that are due, keep the rest exact in the ring."""
         ring = self.ring or Exact(room(k, 0), room(v, 0))
-        C = ring.keys.shape[2]
-        most = int((lengths - sealed).max(initial=0))
-        size = C if 0 < most <= C else P * -(-max(most, self.kind.table.residual + P) // P)
-        moves = size != C or len(plan.seal_rows) > 0  # else the new tokens just find their slots
-        first = sealed if moves else np.maximum(sealed, old)
-        rows = np.repeat(np.arange(len(lengths)), lengths - first)
-        token = np.concatenate([np.arange(lo, hi) for lo, hi in zip(first, lengths, strict=True)])
-        base = C if moves else 0  # tokens are taken from [ring | this append], or from this append alone
-
-        def source(row: np.ndarray, token: np.ndarray) -> np.ndarray:
-            new = base + token - old[row] + plan.skip[row]
-            return np.where(token < old[row], token % max(C, 1), new)
-
-        if len(plan.seal_rows):
-            page = plan.seal_index[:, None] * P
-            sealing = page + np.arange(P)  # sinks stay out of the scales of page 0: a later token stands in for them
-            sealing = np.minimum(np.maximum(sealing, self.spec.sinks), page + P - 1)
-            self._seal(plan, ring, k, v, source(plan.seal_rows[:, None], sealing))
-        out = []
+        move = self.kind.moves.ring(plan, ring.keys.shape[2], self.spec.sinks)
+        if move.sealing is not None:
+            self._seal(plan, ring, k, v, move.sealing)
+        if move.slots != ring.keys.shape[2]:
+            larger = Exact(room(k, move.slots), room(v, move.slots))
+            if move.kept is not None:
+                rows, before, after = map(self._tensor, move.kept)
+                larger.keys[rows, :, after] = ring.keys[rows, :, before]
+                larger.values[rows, :, after] = ring.values[rows, :, before]
+            ring = self.ring = larger
         for held, x in ((ring.keys, k), (ring.values, v)):
-            both = torch.cat((held, x), dim=2) if moves else x
-            target = held if size == C else room(x, size)
-            at = self._tensor(source(rows, token))
-            target[self._tensor(rows), :, self._tensor(token % size)] = both[self._tensor(rows), :, at]
-            out.append(target)
-        self.ring = Exact(*out)
+            if move.run is not None:
+                column, slot, count = move.run
+                held.narrow(2, slot, count).copy_(x.narrow(2, column, count))
+            else:
+                rows, columns, slots = map(self._tensor, move.new)
+                held[rows, :, slots] = x[rows, :, columns]
 
     def _seal(self, plan: Append, ring: Exact, k: torch.Tensor, v: torch.Tensor, source: np.ndarray) -> None:
         """Encode the pages that are due; `source` `[N, P]` is where their tokens are in [ring | this append]."""
@@ -274,12 +269,12 @@ class PagedLayer(CacheLayerMixin):
         fused = encoder(self.layout, self.device.type, self.impl)
         if fused is not None:
             where = (plan.seal_rows, source, plan.seal_pages)
-            fused.write_pages(self.layout, self.store.addresses, where, k, v, (ring.keys, ring.values))
+            fused.write_pages(self.layout, self.store.addresses, where, k, v, (ring.keys, ring.values), self.steer)
             return
         rows, at = self._tensor(plan.seal_rows[:, None]), self._tensor(source)
         for side, held, x in zip(codec.SIDES, (ring.keys, ring.values), (k, v), strict=True):
             tokens = torch.cat((held, x), dim=2)[rows, :, at].transpose(1, 2)  # [N, H, P, D]
-            self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout))
+            self.store.write_pages(plan.seal_pages, codec.encode(tokens, side, self.layout, self.steer))
 
     def _tensor(self, x: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(x, device=self.device)
@@ -378,3 +373,7 @@ class PagedLayer(CacheLayerMixin):
         raise CacheUseError("transformers' offloading cannot move pages")
 
     prefetch = offload
+
+
+# A frame that is never traced costs 20 us a call, so only a compiled model's calls go through one.
+_update_outside_graph = torch.compiler.disable(PagedLayer.update)

@@ -34,6 +34,7 @@ class Encoder(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         ring: tuple[torch.Tensor, torch.Tensor],
+        steer: torch.Tensor | None = None,
     ) -> None:
         """Encode whole pages."""
 

@@ -101,3 +101,16 @@ def test_our_caches_count_themselves(tiny):
     cache = builder(parse("paged_fp8"), tiny.config)()
     fill(cache)
     assert held_bytes(cache) == cache.nbytes == sum(bytes_by_kind(cache).values()) > 0
+
+
+def test_nf4_takes_four_bits_and_its_scales(tiny):
+    pytest.importorskip("bitsandbytes")
+    cache = builder(parse("quantized:backend=nf4"), tiny.config)()
+    keys, values = torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
+    cache.update(keys, values, 0)
+    codes = keys.numel()  # two sides, half a byte each
+    assert codes * 1.125 <= held_bytes(cache) <= codes * 1.125 + 256
+    back, _ = cache.update(keys[:, :, :1], values[:, :, :1], 0)
+    assert 0.05 < (back[:, :, :40] - keys).pow(2).mean().sqrt() < 0.15
+    with pytest.raises(EvalError, match="no_such"):
+        builder(parse("quantized:backend=nf4,no_such=3"), tiny.config)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_kvcache.formats import pages as codec
+from hf_kvcache.formats import steering
 from hf_kvcache.formats.spec import FORMATS, FormatSpec, PageLayout, SideSpec
 from hf_kvcache.memory.store import PageStore
 
@@ -23,6 +24,7 @@ ODD = {
 }
 SPECS = {**FORMATS, **{name: FormatSpec(name, *sides) for name, sides in ODD.items()}}
 DIRECT = [name for name, spec in SPECS.items() if spec.direct]
+STEERED = [name for name, spec in SPECS.items() if steering.serves(spec.key)]
 SHAPES = [(2, 64, 64, 32), (3, 80, 36, 16)]  # heads, key dim, value dim, page
 
 
@@ -82,10 +84,11 @@ def test_tokens(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", SPECS)
-def test_pages(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "rank"), [*((name, 0) for name in SPECS), *((name, 2) for name in STEERED)])
+def test_pages(name: str, rank: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Whole pages whose tokens come partly from the ring, wrapped around, and partly from the call."""
     spec, (H, D_k, D_v, P) = SPECS[name], shape
+    steer = steering.prepare(3 * torch.randn(H, D_k, rank)) if rank else None
     B, T, C = 3, 7, 2 * P
     ring = tuple(numbers(B, H, C, D, dtype=dtype) for D in (D_k, D_v))
     k, v = (numbers(B, H, T, D, dtype=dtype) for D in (D_k, D_v))
@@ -95,8 +98,8 @@ def test_pages(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype) 
     for side, held, x in (("k", ring[0], k), ("v", ring[1], v)):
         both = torch.cat((held, x), dim=2)
         tokens = torch.stack([both[row, :, at] for row, at in zip(rows, sources, strict=True)])
-        expected.write_pages(pages, codec.encode(tokens, side, expected.layout))  # type: ignore[arg-type]
-    appending.write_pages(actual.layout, actual.addresses, (rows, sources, pages), k, v, ring)  # type: ignore[arg-type]
+        expected.write_pages(pages, codec.encode(tokens, side, expected.layout, steer))  # type: ignore[arg-type]
+    appending.write_pages(actual.layout, actual.addresses, (rows, sources, pages), k, v, ring, steer)  # type: ignore[arg-type]
     assert_same_bytes(expected, actual)
 
 

@@ -55,14 +55,15 @@ def write_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
     ring: tuple[torch.Tensor, torch.Tensor],
+    steer: torch.Tensor | None = None,
 ) -> None:
     """Encode whole pages.
 
     where: int64 rows `[N]`, sources `[N, P]` and page ids `[N]`. A source is a slot of `ring` (keys and values
-    `[B, H, C, D]`), or C plus a column of `keys` and `values` (`[B, H, T, D]`).
+    `[B, H, C, D]`), or C plus a column of `keys` and `values` (`[B, H, T, D]`). steer: see `formats.pages.encode`.
     """
     rows, sources, pages = where
-    _run(encoder.write_pages.address, layout, addresses, (rows, sources, pages, pages), keys, values, ring)
+    _run(encoder.write_pages.address, layout, addresses, (rows, sources, pages, pages), keys, values, ring, steer)
 
 
 def _run(
@@ -73,6 +74,7 @@ def _run(
     keys: torch.Tensor,
     values: torch.Tensor,
     ring: tuple[torch.Tensor, torch.Tensor] | None,
+    steer: torch.Tensor | None = None,
 ) -> None:
     space = _workspace
     found = space.records.get(layout)
@@ -89,10 +91,12 @@ def _run(
         longs[at : at + 4] = (new[n].data_ptr(), *new[n].stride()[:3])
         if old:
             longs[at + 4 : at + 8] = (old[n].data_ptr(), *old[n].stride()[:3])
+    longs[_STEER : _STEER + 2] = (0, 0) if steer is None else (steer.data_ptr(), steer.shape[3])
     threads.run(function, record, 1)
 
 
 _KEY, _VALUE = (APPEND.fields[name][1] // 8 for name in ("key", "value"))  # type: ignore[index]
+_STEER = _KEY + ENCODED_SIDE.fields["steer"][1] // 8  # type: ignore[index]
 
 
 def _prepare(layout: PageLayout) -> tuple[np.ndarray, np.ndarray, int]:

@@ -131,25 +131,24 @@ def _exact_tokens(view: KVView) -> tuple[tuple[int, ...], list[torch.Tensor]]:
     """Addresses and strides in bytes of sinks, ring and new tokens, as the record wants them; what must stay alive."""
     numbers: list[int] = []
     keep: list[torch.Tensor] = []
-    size = view.layout.itemsize
-    for keys, values, tokens_apart in (
-        (view.sink_keys, view.sink_values, False),
-        (view.ring_keys, view.ring_values, False),
-        (view.new_keys, view.new_values, True),
-    ):
+    layout = view.layout
+    size = layout.itemsize
+    for keys, values in ((view.sink_keys, view.sink_values), (view.ring_keys, view.ring_values)):
         if keys is None or values is None:
-            numbers += (0,) * (9 if tokens_apart else 7)
+            numbers += (0,) * 7
             continue
-        keys, values = _rows(keys, tokens_apart), _rows(values, tokens_apart)
+        keys, values = keys.contiguous(), values.contiguous()
         keep += (keys, values)
-        count = 3 if tokens_apart else 2
+        count = keys.shape[2]
+        k_step, v_step = size * count * layout.key_dim, size * count * layout.value_dim
         numbers += (keys.data_ptr(), values.data_ptr())
-        numbers += (size * step for x in (keys, values) for step in x.stride()[:count])
-        numbers.append(keys.shape[2])
+        numbers += (layout.heads * k_step, k_step, layout.heads * v_step, v_step, count)
+    if view.new_keys is None or view.new_values is None:
+        numbers += (0,) * 9
+    else:
+        new = [x if x.stride(3) == 1 else x.contiguous() for x in (view.new_keys, view.new_values)]
+        keep += new
+        numbers += (new[0].data_ptr(), new[1].data_ptr())
+        numbers += (size * step for x in new for step in x.stride()[:3])
+        numbers.append(new[0].shape[2])
     return tuple(numbers), keep
-
-
-def _rows(x: torch.Tensor, tokens_apart: bool) -> torch.Tensor:
-    """`x` `[B, H, T, D]` with each token's numbers side by side, and the tokens too unless they may stand apart."""
-    good = x.stride(3) == 1 and (tokens_apart or x.stride(2) == x.shape[3])
-    return x if good else x.contiguous()

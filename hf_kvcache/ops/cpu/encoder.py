@@ -148,6 +148,27 @@ def encode_group(s, tile, first, step, count, codes, page_scale, page_zero, inde
 
 
 @njit(error_model="numpy")
+def steer_token(s, head, tile, codes, first, scale, zero, behind):
+    """Codes of one token (scales per channel at `scale`, `zero`) as `formats.steering.steer` rounds them."""
+    top = float32((int64(1) << s.bits) - 1)
+    for k in range(s.rank):
+        put_float(behind, k, ZERO)
+    for d in range(s.dim):
+        vector = s.steer + 4 * 2 * s.rank * (head * s.dim + d)
+        take = ZERO
+        for k in range(s.rank):
+            take = take - get_float(vector, s.rank + k) * get_float(behind, k)
+        step, low, x = get_bfloat16(scale, d), get_half(zero, d), get_float(tile, first + d)
+        take = min(max(take, -step), step)
+        divisor = ONE if step == ZERO else step
+        code = min(max(np.rint((x + take - low) / divisor), ZERO), top)
+        error = code * step + low - x
+        for k in range(s.rank):
+            put_float(behind, k, get_float(behind, k) + error * get_float(vector, k))
+        put_byte(codes, first + d, uint8(code))
+
+
+@njit(error_model="numpy")
 def encode_tile(s, page_size, page, head, slot, tokens, tile, codes):
     """Encode `tokens` x `dim` float32 numbers that will stand from `slot` on; codes `[tokens, dim]` beside the tile."""
     scale = page + s.scale + head * s.scale_head
@@ -166,6 +187,10 @@ def encode_tile(s, page_size, page, head, slot, tokens, tile, codes):
             count = min(s.group, inner - at)
             place = g * index + o + (int64(0) if s.per_channel else slot)
             encode_group(s, tile, o * outer_step + at * inner_step, inner_step, count, codes, scale, zero, place)
+    if s.steer != 0:
+        for t in range(tokens):
+            at = 2 * (t // s.group) * s.dim
+            steer_token(s, head, tile, codes, t * s.dim, scale + at, zero + at, codes + page_size * s.dim)
 
 
 @njit

@@ -49,10 +49,11 @@ PROBLEM = np.dtype([("call", CALL), ("plan", PLAN)])
 
 # Encoding. One side: where its numbers come from (address and strides in numbers, of the exact ring and of the call's
 # own tokens), and where a page keeps what they become. `kind`: see `encoder`; `bits` of the arrays of codes.
+# `steer`: float32 [heads, dim, 2, rank] of `formats.steering`, or 0.
 ENCODED_SIDE = np.dtype(
     _longs("new new_row new_head new_token ring ring_row ring_head ring_token")
     + _longs("is_key dim stored kind bits rotation per_channel group groups symmetric")
-    + _longs("codes codes_head more more_head scale zero scale_head")
+    + _longs("codes codes_head more more_head scale zero scale_head steer rank")
     + [("clip", _REAL)]
 )
 
