@@ -93,7 +93,7 @@ def divergence(tokens: list[int], exact: list[int]) -> int:
 def rows(records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """A table's rows; the first record is the exact cache's."""
     exact = records[0]["tokens"]
-    out = [("cache", "agreement %", "first to differ, mean", "repetition %")]
+    out: list[tuple[str, ...]] = [("cache", "agreement %", "first to differ, mean", "repetition %")]
     for record in records:
         pairs = list(zip(record["tokens"], exact, strict=True))
         same = sum(a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 HEADER = (
@@ -23,7 +24,7 @@ def table(results: list[dict[str, Any]]) -> str:
     return aligned([HEADER, *(_cells(result) for result in results)])
 
 
-def aligned(rows: list[tuple[str, ...]], left: int = 1) -> str:
+def aligned(rows: Sequence[tuple[str, ...]], left: int = 1) -> str:
     """Rows of cells as columns under a ruled header; the first `left` columns start at their left edge."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [

@@ -31,6 +31,7 @@ FILLER = (
 )
 NEEDLE = "The pass key is {key}. Remember it: {key} is the pass key. "
 QUESTION = "\nWhat is the pass key? The pass key is"
+ANSWER = " {key}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,4 +108,4 @@ def example(session: suite.Session, length: int, depth: float, trial: int) -> tu
         raise EvalError(f"--lengths holds {length}, and key and question alone take {length - room} tokens")
     text = (filler * (room // len(filler) + 1))[:room]
     at = round(depth * room)
-    return [*start, *text[:at], *needle, *text[at:], *question], ids(f" {key}")
+    return [*start, *text[:at], *needle, *text[at:], *question], ids(ANSWER.format(key=key))

@@ -107,7 +107,7 @@ def answer(options: argparse.Namespace) -> dict[str, Any]:
     bits = WEIGHT_BITS[stored]
     memory = None if chip is None else int(chip.memory * options.usable)
     size = 0 if found is None else found.nbytes(bits)
-    room = Room(memory, size, lambda rows: 0 if found is None else found.read(bits, rows), chip and chip.bandwidth)
+    room = Room(memory, size, lambda rows: 0 if found is None else found.read(bits, rows), None if chip is None else chip.bandwidth)
     rows = fits(layers, options.batch, options.context, room, options.dtype)
     text = {**config, **config.get("text_config", {})}
     return {

@@ -84,8 +84,8 @@ def _attention(config: Mapping[str, Any], hidden: int, shape: LayerShape) -> int
     """Weights of one layer's attention. A layer without a cache counts as one of the same heads."""
     heads, key, value = query_shape(config)
     if config.get("kv_lora_rank"):
-        latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-        rank = config.get("q_lora_rank")
+        latent, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
+        rank = int(config.get("q_lora_rank") or 0)
         query = hidden * rank + rank * heads * key if rank else hidden * heads * key
         return query + hidden * (latent + rope) + latent * heads * (key - rope + value) + heads * value * hidden
     key, value = (shape.key_dim, shape.value_dim) if shape.stored else (key, value)
