@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import hf_kvcache
 from hf_kvcache.config import LAYOUTS
 from hf_kvcache.errors import KVCacheError
-from hf_kvcache.evals import calibrate, front, generation, memory, perplexity, retrieval, speed
+from hf_kvcache.evals import calibrate, front, generation, memory, page, perplexity, retrieval, speed
 from hf_kvcache.formats.spec import FORMATS
 from hf_kvcache.planning import advise
 from hf_kvcache.planning import command as plan
@@ -60,6 +60,10 @@ def build_parser() -> argparse.ArgumentParser:
         kind = kinds.add_parser(name, help=module.ABOUT, description=module.ABOUT, epilog=module.EPILOG, formatter_class=raw)
         module.add_arguments(kind)
         kind.set_defaults(func=module.run)
+
+    pages = commands.add_parser("report", help=page.ABOUT, description=page.ABOUT, epilog=page.EPILOG, formatter_class=raw)
+    page.add_arguments(pages)
+    pages.set_defaults(func=page.run)
 
     calibration = commands.add_parser(
         "calibrate", help=calibrate.ABOUT, description=calibrate.ABOUT, epilog=calibrate.EPILOG, formatter_class=raw

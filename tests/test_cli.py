@@ -15,7 +15,7 @@ from hf_kvcache import cli
 ROOT = Path(__file__).parents[1]
 
 
-COMMANDS = [[], ["list"], ["plan"], ["advise"], ["eval"], *(["eval", name] for name in cli.EVALS)]
+COMMANDS = [[], ["list"], ["plan"], ["advise"], ["report"], ["calibrate"], ["eval"], *(["eval", name] for name in cli.EVALS)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hf_kvcache.evals import perplexity, report
 from hf_kvcache.evals.candidates import EXACT, installed
@@ -107,8 +107,8 @@ def _check_plot(path: str) -> None:
         raise EvalError("--plot needs matplotlib, which is not installed")
 
 
-def draw(rows: list[dict[str, Any]], path: str, title: str) -> None:
-    """Write a plot of rows of `ranked`: KL on a logarithmic axis, the front as a line."""
+def draw(rows: list[dict[str, Any]], path: str | BinaryIO, title: str) -> None:
+    """Write a plot of rows of `ranked` (into an open file: PNG): KL on a logarithmic axis, the front as a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")

@@ -45,13 +45,18 @@ def run(options: argparse.Namespace) -> int:
     suite.at_least(options, 1, "contexts", "batch", "tokens")
     protocols = [{"context": n, "batch": options.batch, "tokens": options.tokens} for n in options.contexts]
     records = suite.run(options, METRIC, protocols, measure)
-    rows = [("cache", "context", "held MiB", "plan MiB", "peak MiB", "after MiB")]
+    print(report.aligned(rows(records)))
+    return 0
+
+
+def rows(records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A table's rows."""
+    out: list[tuple[str, ...]] = [("cache", "context", "held MiB", "plan MiB", "peak MiB", "after MiB")]
     for r in records:
         sizes = (r["bytes"], r["planned_bytes"], r["peak_bytes"], r["resident_bytes"])
         cells = ("-" if size is None else f"{size / 2**20:,.2f}" for size in sizes)
-        rows.append((r["cache"]["text"], f"{r['protocol']['context']:,}", *cells))
-    print(report.aligned(rows))
-    return 0
+        out.append((r["cache"]["text"], f"{r['protocol']['context']:,}", *cells))
+    return out
 
 
 def measure(session: suite.Session, spec: CacheSpec, protocol: dict[str, Any]) -> dict[str, Any]:

@@ -54,13 +54,18 @@ def run(options: argparse.Namespace) -> int:
         {"length": length, "depth": depth, "trials": options.trials} for length in options.lengths for depth in options.depths
     ]
     records = suite.run(options, METRIC, protocols, measure)
-    rows = [("cache", "length", "depth", "found", "nats a token")]
+    print(report.aligned(rows(records)))
+    return 0
+
+
+def rows(records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A table's rows."""
+    out: list[tuple[str, ...]] = [("cache", "length", "depth", "found", "nats a token")]
     for r in records:
         p = r["protocol"]
         found = f"{r['found']} of {p['trials']}"
-        rows.append((r["cache"]["text"], str(p["length"]), f"{p['depth']:.2f}", found, f"{r['nats']:.4f}"))
-    print(report.aligned(rows))
-    return 0
+        out.append((r["cache"]["text"], f"{p['length']:,}", f"{p['depth']:.2f}", found, f"{r['nats']:.4f}"))
+    return out
 
 
 def measure(session: suite.Session, spec: CacheSpec, protocol: dict[str, Any]) -> dict[str, Any]:

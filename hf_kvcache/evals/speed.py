@@ -43,13 +43,18 @@ def run(options: argparse.Namespace) -> int:
     names = ("batch", "tokens", "repeat")
     protocols = [{"context": n, **{name: getattr(options, name) for name in names}} for n in options.contexts]
     records = suite.run(options, METRIC, protocols, measure)
-    rows = [("cache", "context", "prefill tokens/s", "decode tokens/s", "ms a step", "90 % of steps")]
+    print(report.aligned(rows(records)))
+    return 0
+
+
+def rows(records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A table's rows."""
+    out: list[tuple[str, ...]] = [("cache", "context", "prefill tokens/s", "decode tokens/s", "ms a step", "90 % of steps")]
     for r in records:
         numbers = (f"{r['prefill_tokens_per_second']:,.1f}", f"{r['decode_tokens_per_second']:,.1f}")
         steps = (f"{r['step_ms']:.2f}", f"{r['step_ms_p90']:.2f}")
-        rows.append((r["cache"]["text"], f"{r['protocol']['context']:,}", *numbers, *steps))
-    print(report.aligned(rows))
-    return 0
+        out.append((r["cache"]["text"], f"{r['protocol']['context']:,}", *numbers, *steps))
+    return out
 
 
 def measure(session: suite.Session, spec: CacheSpec, protocol: dict[str, Any]) -> dict[str, Any]:

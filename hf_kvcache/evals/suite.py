@@ -131,7 +131,8 @@ def at_least(options: argparse.Namespace, least: int, *names: str) -> None:
 def key(line: dict[str, Any]) -> str:
     """What tells one cell from another."""
     model, machine = line["model"], line["machine"]
-    cell = [line["metric"], model["name"], model["dtype"], machine["device"], line["cache"]["text"], line["protocol"]]
+    text = line.get("text", {}).get("sha256")
+    cell = [line["metric"], model["name"], model["dtype"], machine["device"], line["cache"]["text"], line["protocol"], text]
     return json.dumps(cell, sort_keys=True)
 
 

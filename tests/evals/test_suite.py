@@ -126,7 +126,7 @@ def test_memory_is_as_planned(measured):
     for name in CACHES[2:]:
         held = {**rows[name]["bytes_by_kind"], "tables": 0}
         assert sum(held.values()) == rows[name]["planned_bytes"]
-    assert rows[COARSE]["bytes"] < exact / 4
+    assert rows[COARSE]["bytes"] < exact * 0.7  # a page of two is sealed
     peaks = [(r["peak_bytes"], r["resident_bytes"]) for r in records]
     assert all(peak is None or peak >= max(0, after) for peak, after in peaks)
 
