@@ -140,8 +140,7 @@ def _tokens(spec: FormatSpec, window: int | None, context: int) -> tuple[int, in
     passed = 0 if window is None else min(max(context - window + 1, 0) // P, upto)
     if spec.direct:
         return upto - passed, 0
-    newest = context - upto * P
-    return upto - passed, P * -(-max(newest, spec.residual + P) // P)
+    return upto - passed, spec.residual + P
 
 
 # ---- a model's layers from its config

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text-file", metavar="FILE", help="local text (default: WikiText-2 raw, train, from the Hub)")
     add("--windows", type=int, default=4, help="how many windows (%(default)s)")
     add("--window", type=int, default=1024, help="tokens in a window (%(default)s)")
-    add("--rank", type=int, default=2, help="directions of a head (%(default)s)")
+    add("--rank", type=int, default=1, help="directions of a head (%(default)s)")
     dtypes = ("float32", "bfloat16", "float16", "auto")
     add("--dtype", choices=dtypes, default="float32", help="of the model (%(default)s)")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         directions = query_directions(model, _told(rows.to(model.device), advance), options.rank)
     about = {"model": options.model, "text": corpus.source, "sha256": corpus.sha256, "tokens": rows.numel()}
     calibration.write(options.out, directions, about)
-    print(f"{options.out}: {options.rank} directions a head, {len(directions)} layers, {rows.numel()} tokens")
+    print(f"{options.out}: {len(directions)} layers, {rows.numel()} tokens")
     return 0
 
 

@@ -183,7 +183,7 @@ class PageLayout:
 
 
 def _low(name: str, key: SideSpec, value: SideSpec, about: str) -> FormatSpec:
-    return FormatSpec(name, key, value, residual=64, sinks=4, about=about)
+    return FormatSpec(name, key, value, residual=24, sinks=4, about=about)
 
 
 def _kivi(bits: int) -> FormatSpec:

@@ -18,7 +18,7 @@ STRONGEST = 20.0  # times the head dim: what a direction may weigh at most again
 
 @torch.no_grad()
 def query_directions(
-    model: torch.nn.Module, batches: Iterable[torch.Tensor], rank: int = 2
+    model: torch.nn.Module, batches: Iterable[torch.Tensor], rank: int = 1
 ) -> dict[int, torch.Tensor]:
     """Run token ids `[B, T]` through a decoder; for each layer its queries' `rank` largest directions `[H, D, rank]`.
 

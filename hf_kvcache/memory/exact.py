@@ -65,7 +65,8 @@ class ExactMoves:
 def _move(table: BlockTable, plan: Append, slots: int, sinks: int) -> RingMove:
     P, sealed, old, lengths = table.page_size, table.sealed, plan.old_lengths, plan.lengths
     most = int((lengths - sealed).max(initial=0))
-    size = slots if 0 < most <= slots else P * -(-max(most, table.residual + P) // P)
+    enough = table.residual + P  # more only while drafts wait for their verdict
+    size = slots if 0 < most <= slots else enough + P * -(-max(most - enough, 0) // P)
     first = np.maximum(sealed, old)
     rows, token = _tokens(first, lengths)
     new = (rows, token - old[rows] + plan.skip[rows], token % size)

@@ -18,7 +18,7 @@ class KVView:
 
     - `sink_keys[b, :, t]`, if `t < S`, the number of sinks;
     - the page with id `table[b, t // P]`, slot `t % P`, if `t < sealed[b]`;
-    - `ring_keys[b, :, t % C]`, if `t < lengths[b]`, where `C` is the ring's capacity (a multiple of `P`);
+    - `ring_keys[b, :, t % C]`, if `t < lengths[b]`, where `C` is the ring's capacity;
     - `new_keys[b, :, c]` for the last `T` columns, `c` counted in columns: the tokens of this very call, exact.
 
     Anything else (slots past a length, table entries past the end, pages that a window has passed) may hold

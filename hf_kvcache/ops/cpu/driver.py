@@ -25,6 +25,7 @@ from hf_kvcache.ops.cpu.memory import (
     put_long,
 )
 from hf_kvcache.ops.cpu.problem import INNER, OUTER, PROBLEM
+from hf_kvcache.ops.cpu.rotation import rotate
 
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 TICKET = PROBLEM.fields["call"][1] + PROBLEM["call"].fields["ticket"][1]  # type: ignore[index]
@@ -38,23 +39,6 @@ BF16, F16 = 1, 2  # query kinds; 0 is float32
 def fill(at, count, value):
     for i in range(count):
         put_float(at, i, value)
-
-
-@njit
-def rotate(at, count, block):
-    """Block-wise Hadamard rotation in place: the butterflies of `formats.hadamard.rotate`, in the same order."""
-    for first in range(0, count, block):
-        distance = 1
-        while distance < block:
-            for low in range(first, first + block, 2 * distance):
-                for i in range(low, low + distance):
-                    a, b = get_float(at, i), get_float(at, i + distance)
-                    put_float(at, i, a + b)
-                    put_float(at, i + distance, a - b)
-            distance *= 2
-    factor = float32(1.0 / math.sqrt(block))
-    for i in range(count):
-        put_float(at, i, get_float(at, i) * factor)
 
 
 @njit

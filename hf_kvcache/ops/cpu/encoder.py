@@ -6,8 +6,6 @@ reordered or contracted.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numba import carray, float32, int32, int64, njit, uint8, uint16
 
@@ -31,6 +29,7 @@ from hf_kvcache.ops.cpu.memory import (
     put_int,
 )
 from hf_kvcache.ops.cpu.problem import APPEND
+from hf_kvcache.ops.cpu.rotation import rotate
 
 EXACT, INT, E4M3, E5M2 = 0, 1, 2, 3  # kinds
 FLOAT32, BFLOAT16 = 0, 1  # how numbers are stored; anything else is float16
@@ -48,23 +47,6 @@ def read(s, at, index):
     else:
         x = get_half(at, index)
     return min(max(x, float32(-LARGEST)), float32(LARGEST))
-
-
-@njit
-def rotate(at, count, block):
-    """The butterflies of `formats.hadamard.rotate`."""
-    for first in range(0, count, block):
-        distance = 1
-        while distance < block:
-            for low in range(first, first + block, 2 * distance):
-                for i in range(low, low + distance):
-                    a, b = get_float(at, i), get_float(at, i + distance)
-                    put_float(at, i, a + b)
-                    put_float(at, i + distance, a - b)
-            distance *= 2
-    factor = float32(1.0 / math.sqrt(block))
-    for i in range(count):
-        put_float(at, i, get_float(at, i) * factor)
 
 
 @njit
