@@ -41,10 +41,10 @@ FP8 = {
     "gpt-oss-20b": (12 * T + 12 * 128) * 8 * (64 + 2 + 64 + 2),
     "deepseek-v3": 61 * T * (512 + 2 + 64 + 2),
 }
-# A page of 64 tokens: half a byte a number; keys: scale and zero for 32 tokens of a channel; values: for 64 channels of a
-# token. 64 newest tokens are not in pages but in a ring of two pages, 4 first ones apart, both in 16 bits.
-PAGE4 = (64 * 128 // 2 + 2 * 128 * 4) + (64 * 128 // 2 + 64 * 2 * 4)
-INT4 = {"llama-3.1-8b": 32 * 8 * ((T // 64 - 1) * PAGE4 + (128 + 4) * (128 + 128) * 2)}
+# A page of 64 tokens: half a byte a number; keys: scale and zero for 32 tokens of a channel; values: for 32 channels of a
+# token. The 128 newest tokens are not in pages but in a ring with room for a page more, in 16 bits.
+PAGE4 = (64 * 128 // 2 + 2 * 128 * 4) + (64 * 128 // 2 + 64 * 4 * 4)
+KIVI4 = {"llama-3.1-8b": 32 * 8 * ((T // 64 - 2) * PAGE4 + (128 + 64) * (128 + 128) * 2)}
 # Published counts of parameters, in all and for a token, in billions.
 PARAMETERS = {
     "llama-3.1-8b": (8.03, None),
@@ -83,7 +83,7 @@ def test_exact(name, nbytes):
 
 @pytest.mark.parametrize(
     ("cache", "name", "nbytes"),
-    [("paged_fp8", *item) for item in FP8.items()] + [("paged_int4", *item) for item in INT4.items()],
+    [("paged_fp8", *item) for item in FP8.items()] + [("paged_kivi4", *item) for item in KIVI4.items()],
 )
 def test_compressed(cache, name, nbytes):
     assert plan(layers_of(config(name)), cache, 1, T).nbytes == nbytes
