@@ -102,8 +102,7 @@ class Meter:
             import torch
 
             torch.cuda.reset_peak_memory_stats(device)
-        elif REFS.exists():
-            REFS.write_text("5")  # the peak starts again
+        self.resettable = device.type == "cuda" or _reset_peak()
         self.start = self._now()[1]
 
     def read(self) -> tuple[int | None, int | None]:
@@ -111,7 +110,7 @@ class Meter:
         peak, present = self._now()
         if peak is None or present is None or self.start is None:
             return None, None
-        return peak - self.start, present - self.start
+        return (peak - self.start if self.resettable else None), present - self.start
 
     def _now(self) -> tuple[int | None, int | None]:
         if self.device.type == "cuda":
@@ -123,3 +122,12 @@ class Meter:
         lines = (line.split() for line in STATUS.read_text().splitlines())
         sizes = {words[0]: int(words[1]) * 1024 for words in lines if words and words[0] in ("VmHWM:", "VmRSS:")}
         return sizes.get("VmHWM:"), sizes.get("VmRSS:")
+
+
+def _reset_peak() -> bool:
+    """Let the peak of this process start again; whether that is allowed here."""
+    try:
+        REFS.write_text("5")
+    except OSError:
+        return False
+    return True
