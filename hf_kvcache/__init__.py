@@ -25,6 +25,8 @@ _PUBLIC = {
     "cache_names": "config",
     "FORMATS": "formats.spec",
     "impl_report": "ops.api",
+    "plan": "planner",
+    "layers_of": "planner",
     "KVCacheError": "errors",
 }
 

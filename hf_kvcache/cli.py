@@ -9,12 +9,23 @@ from collections.abc import Sequence
 import hf_kvcache
 from hf_kvcache.config import LAYOUTS
 from hf_kvcache.errors import KVCacheError
-from hf_kvcache.evals import calibrate, front, perplexity
+from hf_kvcache.evals import calibrate, front, generation, memory, page, perplexity, retrieval, speed
 from hf_kvcache.formats.spec import FORMATS
+from hf_kvcache.planning import advise
+from hf_kvcache.planning import command as plan
 
+EVALS = {
+    "perplexity": perplexity,
+    "front": front,
+    "retrieval": retrieval,
+    "generation": generation,
+    "speed": speed,
+    "memory": memory,
+}
 EPILOG = """\
 examples:
   hf-kvcache list
+  hf-kvcache plan --layers 80 --kv-heads 8 --head-dim 128 --batch 32 --context 8192 --gpu h100
   hf-kvcache eval perplexity --caches paged_fp8 paged_int8
 """
 
@@ -34,20 +45,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     listing.set_defaults(func=list_caches)
 
+    planning = commands.add_parser("plan", help=plan.ABOUT, description=plan.ABOUT, epilog=plan.EPILOG, formatter_class=raw)
+    plan.add_arguments(planning)
+    planning.set_defaults(func=plan.run)
+    advice = commands.add_parser("advise", help=advise.ABOUT, description=advise.ABOUT, epilog=advise.EPILOG, formatter_class=raw)
+    advise.add_arguments(advice)
+    advice.set_defaults(func=advise.run)
+
     evals = commands.add_parser(
         "eval", help="measure caches", description="Measure caches.", epilog=EPILOG, formatter_class=raw
     )
     kinds = evals.add_subparsers(required=True, metavar="WHAT")
-    ppl = kinds.add_parser(
-        "perplexity", help=perplexity.ABOUT, description=perplexity.ABOUT, epilog=perplexity.EPILOG, formatter_class=raw
-    )
-    perplexity.add_arguments(ppl)
-    ppl.set_defaults(func=perplexity.run)
-    bits = kinds.add_parser(
-        "front", help=front.ABOUT, description=front.ABOUT, epilog=front.EPILOG, formatter_class=raw
-    )
-    front.add_arguments(bits)
-    bits.set_defaults(func=front.run)
+    for name, module in EVALS.items():
+        kind = kinds.add_parser(name, help=module.ABOUT, description=module.ABOUT, epilog=module.EPILOG, formatter_class=raw)
+        module.add_arguments(kind)
+        kind.set_defaults(func=module.run)
+
+    pages = commands.add_parser("report", help=page.ABOUT, description=page.ABOUT, epilog=page.EPILOG, formatter_class=raw)
+    page.add_arguments(pages)
+    pages.set_defaults(func=page.run)
 
     calibration = commands.add_parser(
         "calibrate", help=calibrate.ABOUT, description=calibrate.ABOUT, epilog=calibrate.EPILOG, formatter_class=raw

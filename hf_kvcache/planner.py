@@ -5,6 +5,8 @@ The sizes come from the same `PageLayout` that the store uses, so a plan equals 
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,33 +75,51 @@ def plan(
 
     dtype: the model's. Raises ConfigError for a wrong name, option, dtype or size.
     """
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype={dtype!r}: accepted are {', '.join(DTYPE_BYTES)}")
     for what, value in (("batch", batch), ("context", context)):
         if value < 1:
             raise ConfigError(f"{what}={value}: accepted are whole numbers from 1")
     config = resolve(name, options)
-    totals = [_layer(config, i, layers, batch, context, dtype) for i in range(len(layers))]
-    sums = [sum(column) for column in zip(*totals, strict=True)] or [0] * 6
-    return Plan(name, batch, context, *sums)
+    return total(kinds(layers, config, dtype), config, batch, context)
 
 
-def _layer(
-    config: CacheConfig, index: int, layers: list[LayerShape], batch: int, context: int, dtype: str
-) -> tuple[int, int, int, int, int, int]:
-    shape = layers[index]
-    if not shape.stored:
-        return (0, 0, 0, 0, 0, 0)
-    spec = config.spec_of(index, len(layers))
-    if shape.window is not None:
-        spec = spec.replace(sinks=0)
-    itemsize = DTYPE_BYTES[dtype]
-    layout = PageLayout(
-        spec, shape.heads, shape.key_dim, shape.value_dim, spec.page_size, dtype, itemsize, transposed=False
-    )
+@dataclass(frozen=True)
+class LayerKind:
+    """`count` layers of one shape and format, and where everything is in a page of theirs."""
+
+    count: int
+    shape: LayerShape
+    layout: PageLayout
+
+
+def kinds(layers: list[LayerShape], config: CacheConfig, dtype: str) -> list[LayerKind]:
+    """The layers that store something, equal ones together. Raises ConfigError for an unknown dtype."""
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype={dtype!r}: accepted are {', '.join(DTYPE_BYTES)}")
+    found = Counter((shape, config.spec_of(i, len(layers))) for i, shape in enumerate(layers) if shape.stored)
+    out = []
+    for (shape, spec), count in found.items():
+        spec = spec if shape.window is None else spec.replace(sinks=0)
+        layout = PageLayout(
+            spec, shape.heads, shape.key_dim, shape.value_dim, spec.page_size, dtype, DTYPE_BYTES[dtype], transposed=False
+        )
+        out.append(LayerKind(count, shape, layout))
+    return out
+
+
+def total(layer_kinds: list[LayerKind], config: CacheConfig, batch: int, context: int) -> Plan:
+    """The plan of `plan`, for kinds that are at hand: quick enough to search for a context that fits."""
+    parts = [_layer(kind, config.max_cache_len, batch, context) for kind in layer_kinds]
+    counts = [kind.count for kind in layer_kinds]
+    sums = [sum(map(operator.mul, counts, column)) for column in zip(*parts, strict=True)] or [0] * 6
+    return Plan(config.name, batch, context, *sums)
+
+
+def _layer(kind: LayerKind, max_cache_len: int | None, batch: int, context: int) -> tuple[int, int, int, int, int, int]:
+    shape, layout = kind.shape, kind.layout
+    spec, itemsize = layout.spec, layout.itemsize
     pages, ring = _tokens(spec, shape.window, context)
-    if config.max_cache_len is not None:
-        pages = max(pages, -(-config.max_cache_len // spec.page_size) + 1)
+    if max_cache_len is not None:
+        pages = max(pages, -(-max_cache_len // spec.page_size) + 1)
     token = shape.heads * (shape.key_dim + shape.value_dim)
     codes, scales = layout.field_bytes("codes"), layout.field_bytes("scales")
     count = batch * pages
@@ -132,13 +152,13 @@ def layers_of(config: Mapping[str, Any]) -> list[LayerShape]:
     Raises ConfigError when it does not say how many layers and heads there are.
     """
     config = {**config, **config.get("text_config", {})}
-    count = _first(config, "num_decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
+    count = first_of(config, "num_decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    heads = first_of(config, "num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
     if count is None or heads is None:
         raise ConfigError("the config does not say how many layers and attention heads the model has")
-    hidden = _first(config, "hidden_size", "n_embd", "d_model", "dim") or 0
-    kv_heads = _first(config, "num_key_value_heads", "num_kv_heads") or (1 if config.get("multi_query") else heads)
-    head_dim = _first(config, "head_dim", "d_kv") or hidden // heads
+    hidden = first_of(config, "hidden_size", "n_embd", "d_model", "dim") or 0
+    kv_heads = first_of(config, "num_key_value_heads", "num_kv_heads") or (1 if config.get("multi_query") else heads)
+    head_dim = first_of(config, "head_dim", "d_kv") or hidden // heads
     shapes = []
     shared = config.get("num_kv_shared_layers") or 0
     for i, kind in enumerate(_layer_types(config, count)):
@@ -157,7 +177,8 @@ def layers_of(config: Mapping[str, Any]) -> list[LayerShape]:
     return shapes
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
+def first_of(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first of the names that a config has, under whichever of them its family uses."""
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 

@@ -15,7 +15,10 @@ from hf_kvcache import cli
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("command", [[], ["list"], ["eval"], ["eval", "perplexity"]])
+COMMANDS = [[], ["list"], ["plan"], ["advise"], ["report"], ["calibrate"], ["eval"], *(["eval", name] for name in cli.EVALS)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([*command, "--help"])

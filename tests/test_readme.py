@@ -59,8 +59,9 @@ def test_paths_exist(document):
 def test_commands_and_options_exist(document, capsys):
     from hf_kvcache import cli
 
-    with pytest.raises(SystemExit):
-        cli.main(["eval", "perplexity", "--help"])
+    for command in (["plan"], ["advise"], ["report"], *(["eval", name] for name in cli.EVALS)):
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) | {"--no-deps"}
     text = (ROOT / document).read_text(encoding="utf-8")
     assert set(re.findall(r"(?<![\w<!-])--[a-z][a-z-]*", text)) <= known
@@ -68,6 +69,16 @@ def test_commands_and_options_exist(document, capsys):
     assert set(re.findall(r"^make (\w+)|`make (\w+)`", text, re.MULTILINE)) <= {(t, "") for t in targets} | {
         ("", t) for t in targets
     }
+
+
+def test_the_plan_is_what_the_command_prints(capsys):
+    from hf_kvcache import cli
+
+    block = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- plan -->\n")[2].partition("<!-- /plan -->")[0]
+    command, shown = re.findall(r"```\w+\n(.*?)```", block, re.DOTALL)
+    assert cli.main(command.split()[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line in shown.splitlines()] == shown.splitlines()
 
 
 def test_sizes():

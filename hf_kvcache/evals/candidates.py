@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
 EXACT = "dynamic"
+STATIC = "static"
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,18 @@ def _literal(value: str) -> Any:
         return value
 
 
-def builder(spec: CacheSpec, config: PreTrainedConfig) -> Callable[[], Cache]:
+def builder(spec: CacheSpec, config: PreTrainedConfig, tokens: int | None = None) -> Callable[[], Cache]:
     """A function that builds a fresh cache for a model of this config; one is built here, to fail early.
 
+    tokens: columns that `static` makes room for, unless its options say `max_cache_len`.
     Raises EvalError in one line when the cache cannot be built.
     """
 
     def build() -> Cache:
         if spec.name == EXACT:
             return _dynamic(config, **spec.options)
+        if spec.name == STATIC:
+            return _static(config, **{"max_cache_len": tokens, **spec.options})
         if spec.name == "quantized":
             return _quantized(config, **spec.options)
         import hf_kvcache
@@ -85,10 +90,18 @@ def builder(spec: CacheSpec, config: PreTrainedConfig) -> Callable[[], Cache]:
     return build
 
 
-def _dynamic(config: PreTrainedConfig) -> Cache:
+def _dynamic(config: PreTrainedConfig, **options: Any) -> Cache:
     from transformers import DynamicCache
 
-    return DynamicCache(config=config)
+    return DynamicCache(config=config, **options)
+
+
+def _static(config: PreTrainedConfig, max_cache_len: int | None, **options: Any) -> Cache:
+    from transformers import StaticCache
+
+    if max_cache_len is None:
+        raise EvalError(f"cache {STATIC!r} needs its size: {STATIC}:max_cache_len=2048")
+    return StaticCache(config, max_cache_len, **options)
 
 
 def _quantized(config: PreTrainedConfig, backend: str, **options: Any) -> Cache:
@@ -99,6 +112,14 @@ def _quantized(config: PreTrainedConfig, backend: str, **options: Any) -> Cache:
 
         return nf4_cache(config, **options)
     return QuantizedCache(backend, config, **options)
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name is missing
+        return False
 
 
 def held_bytes(cache: Cache) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from hf_kvcache.evals import perplexity
-from hf_kvcache.evals.candidates import EXACT
+from hf_kvcache.evals import perplexity, report
+from hf_kvcache.evals.candidates import EXACT, installed
 from hf_kvcache.evals.errors import EvalError
 from hf_kvcache.formats.spec import FORMATS
 
@@ -60,16 +60,9 @@ def run(options: argparse.Namespace) -> int:
 def every_cache() -> list[str]:
     """Every lossy format in pages, two with options, and transformers' quantized caches whose packages are here."""
     ours = [f"paged_{name}" for name, spec in FORMATS.items() if spec.key.scaled or spec.value.scaled]
-    installed = [texts for package, texts in RIVALS.items() if _installed(package)]
-    rivals = [text.format(bits=bits) for texts in installed for text in texts for bits in (4, 2)]
+    found = [texts for package, texts in RIVALS.items() if installed(package)]
+    rivals = [text.format(bits=bits) for texts in found for text in texts for bits in (4, 2)]
     return [*ours, *OPTIONS, *dict.fromkeys(rivals)]  # nf4 has one width
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the parent of a dotted name is missing
-        return False
 
 
 def ranked(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -101,16 +94,8 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{100 * row['top1']:.2f}",
             )
         )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
-    lines.insert(1, "-" * len(lines[0]))
     note = "bits: held at a window's end for each number, scales and all, exact tokens at 16 bits; *: on the front"
-    return "\n".join([*lines, "", note])
+    return "\n".join([report.aligned(cells, left=2), "", note])
 
 
 def _check_plot(path: str) -> None:
@@ -122,8 +107,8 @@ def _check_plot(path: str) -> None:
         raise EvalError("--plot needs matplotlib, which is not installed")
 
 
-def draw(rows: list[dict[str, Any]], path: str, title: str) -> None:
-    """Write a plot of rows of `ranked`: KL on a logarithmic axis, the front as a line."""
+def draw(rows: list[dict[str, Any]], path: str | BinaryIO, title: str) -> None:
+    """Write a plot of rows of `ranked` (into an open file: PNG): KL on a logarithmic axis, the front as a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")

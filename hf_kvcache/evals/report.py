@@ -1,7 +1,8 @@
-"""The table for the terminal."""
+"""Tables for the terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 HEADER = (
@@ -20,14 +21,23 @@ HEADER = (
 
 def table(results: list[dict[str, Any]]) -> str:
     """Results (see `perplexity.measure`) as aligned columns, a row a cache."""
-    rows = [HEADER, *(_cells(result) for result in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    return aligned(rows(results))
+
+
+def rows(results: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The header, and the cells of each result."""
+    return [HEADER, *(_cells(result) for result in results)]
+
+
+def aligned(table_: Sequence[tuple[str, ...]], left: int = 1) -> str:
+    """Rows of cells as columns under a ruled header; the first `left` columns start at their left edge."""
+    widths = [max(len(cells[i]) for cells in table_) for i in range(len(table_[0]))]
     lines = [
         "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
-        for row in rows
+        for cells in table_
     ]
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines)

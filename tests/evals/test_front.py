@@ -45,14 +45,14 @@ def test_every_format_is_measured_and_every_entry_can_be_read() -> None:
 
 
 def test_rivals_come_with_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "_installed", lambda package: package == "hqq")
+    monkeypatch.setattr(front, "installed", lambda package: package == "hqq")
     rivals = [parse(text).options for text in front.every_cache() if text.startswith("quantized")]
     assert {(o["backend"], o["nbits"]) for o in rivals} == {("hqq", 4), ("hqq", 2)}
 
 
 @pytest.mark.parametrize("module", ["no_such_package", "no_such_package.inner"])
-def test_an_absent_package_is_not_installed(module: str) -> None:
-    assert not front._installed(module)
+def test_an_absent_package_is_notinstalled(module: str) -> None:
+    assert not front.installed(module)
 
 
 def test_a_run_prints_the_table_and_draws_the_plot(folder, tmp_path, capsys) -> None:
