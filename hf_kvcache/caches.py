@@ -54,7 +54,11 @@ class PagedCache(DynamicCache):
             if window is not None and spec.sinks:
                 spec = spec.replace(sinks=0)
                 why += ", no exact sinks under a window"
-            key = (window, spec.page_size, spec.direct, spec.residual)
+            imposed = window is None and config.window is not None
+            if imposed:
+                window = config.window
+                why = f"the first {spec.sinks} tokens and the newest {window}, imposed"
+            key = (imposed, window, spec.page_size, spec.direct, spec.residual)
             leader = key not in kinds
             if leader:
                 kinds[key] = Kind(
@@ -66,11 +70,16 @@ class PagedCache(DynamicCache):
                         capacity=config.max_cache_len,
                     )
                 )
-            self.layers[i] = PagedLayer(spec, kinds[key], leader=leader, impl=config.impl)
+            self.layers[i] = PagedLayer(spec, kinds[key], leader=leader, impl=config.impl, imposed=imposed)
             self._report.append(LayerReport(i, "PagedLayer", spec.name, window, why))
         if not kinds:
             raise UnsupportedModelError(
                 f"{type(model_config).__name__} has no full or sliding attention layer that a {config.name} cache could hold"
+            )
+        if config.window is not None and not any(layer.imposed for layer in self.paged_layers):
+            raise UnsupportedModelError(
+                f"{type(model_config).__name__} has no full attention layer to impose a window on: every layer has one of "
+                f"its own. Use paged_{config.spec.name}"
             )
 
     @property
@@ -161,6 +170,11 @@ def build(config: CacheConfig, model_config: Any) -> PagedCache:
         raise ConfigError(f"impl={config.impl!r}: accepted are auto, {', '.join(IMPLS)}")
     if not hasattr(model_config, "get_text_config"):
         raise ConfigError(f"the second argument must be a model's config, got {type(model_config).__name__}")
+    if config.window is not None and _has_relative_bias(model_config):
+        raise UnsupportedModelError(
+            f"{type(model_config).__name__} adds biases by the distance of tokens, which an imposed window would get "
+            f"wrong: use paged_{config.spec.name}"
+        )
     if not _has_decoder(model_config):
         raise UnsupportedModelError(
             f"{type(model_config).__name__} is an encoder: it generates no tokens and has no key/value cache"
@@ -175,3 +189,10 @@ def _has_decoder(model_config: Any) -> bool:
         return True
     text = model_config.get_text_config(decoder=True)
     return hasattr(text, "vocab_size") and text.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def _has_relative_bias(model_config: Any) -> bool:
+    """Whether attention takes biases that it derives from the number of keys."""
+    text_config = model_config.get_text_config(decoder=True)
+    names = ("relative_attention_num_buckets", "alibi")
+    return text_config.model_type in ("bloom", "mpt") or any(getattr(text_config, name, False) for name in names)

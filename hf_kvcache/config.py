@@ -13,7 +13,9 @@ from hf_kvcache.formats.spec import FORMATS, FormatSpec, SideSpec
 
 LAYOUTS: dict[str, str] = {
     "paged": "every layer keeps what the model says it sees, in pages",
+    "sliding": "full attention layers keep the first `sinks` tokens and the newest `window`, whatever the model says",
 }
+WINDOW, SINKS = 1024, 4  # of a `sliding` cache that is not told otherwise
 
 
 def cache_names() -> tuple[str, ...]:
@@ -23,7 +25,10 @@ def cache_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What to build. `spec` is for every layer that `layers` does not name (index, negative from the end)."""
+    """What to build. `spec` is for every layer that `layers` does not name (index, negative from the end).
+
+    window: tokens that a full attention layer is made to look back to, itself included, or None.
+    """
 
     name: str
     layout: str
@@ -31,6 +36,7 @@ class CacheConfig:
     layers: tuple[tuple[int, FormatSpec], ...] = ()
     max_cache_len: int | None = None
     impl: str = "auto"
+    window: int | None = None
 
     def spec_of(self, layer: int, layers: int) -> FormatSpec:
         """The format of one layer out of `layers`."""
@@ -49,7 +55,8 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
     Options (transformers' own names where it has one):
         page_size: tokens in a page, a multiple of 16.
         residual_length: newest tokens kept exact.
-        sinks: first tokens kept exact.
+        sinks: first tokens kept exact; under an imposed window, those that stay.
+        window: newest tokens that stay, for `sliding` caches.
         nbits, q_group_size: bits of integer codes; values that share a scale.
         rotate: Hadamard rotation on or off.
         key, value: another format's name, or SideSpec fields, for one side.
@@ -72,16 +79,29 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
             f"cache_config has no option {unknown[0]!r}.{suggest(unknown[0], _OPTIONS)} Accepted: {', '.join(_OPTIONS)}"
         )
     given = {key: value for key, value in given.items() if value is not None}
+    window = _window(layout, given)
     layers = tuple((_layer(index), _spec(_format(fmt_), given)) for index, fmt_ in _mapping(given, "layers").items())
     spec = _spec(FORMATS[fmt], given)
     max_cache_len = _integer(given, "max_cache_len", None, 1)
-    return CacheConfig(str(name), layout, spec, layers, max_cache_len, str(given.get("impl", "auto")))
+    return CacheConfig(str(name), layout, spec, layers, max_cache_len, str(given.get("impl", "auto")), window)
 
 
 _OPTIONS = (
     "page_size", "residual_length", "sinks", "nbits", "q_group_size", "rotate", "key", "value", "layers",
-    "max_cache_len", "impl",
+    "max_cache_len", "impl", "window",
 )  # fmt: skip
+
+
+def _window(layout: str, given: dict[str, Any]) -> int | None:
+    """The imposed window, if the layout has one; the sinks before it are then the same for every format."""
+    if layout == "sliding":
+        given.setdefault("sinks", SINKS)
+        return _integer(given, "window", WINDOW, 1)
+    if "window" in given:
+        raise ConfigError(
+            f"window={given['window']!r} is for sliding_<format> caches: paged ones keep what the model says it sees"
+        )
+    return None
 
 
 def _spec(spec: FormatSpec, given: dict[str, Any]) -> FormatSpec:

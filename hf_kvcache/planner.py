@@ -91,13 +91,16 @@ def _layer(
     if not shape.stored:
         return (0, 0, 0, 0, 0, 0)
     spec = config.spec_of(index, len(layers))
-    if shape.window is not None:
+    window = shape.window
+    if window is not None:
         spec = spec.replace(sinks=0)
+    elif config.window is not None:
+        window = config.window
     itemsize = DTYPE_BYTES[dtype]
     layout = PageLayout(
         spec, shape.heads, shape.key_dim, shape.value_dim, spec.page_size, dtype, itemsize, transposed=False
     )
-    pages, ring = _tokens(spec, shape.window, context)
+    pages, ring = _tokens(spec, window, context)
     if config.max_cache_len is not None:
         pages = max(pages, -(-config.max_cache_len // spec.page_size) + 1)
     token = shape.heads * (shape.key_dim + shape.value_dim)
@@ -109,7 +112,7 @@ def _layer(
         count * (layout.page_bytes - codes - scales),
         batch * ring * token * itemsize,
         batch * spec.sinks * token * itemsize,
-        batch * (context if shape.window is None else min(context, shape.window - 1)) * token,
+        batch * (context if window is None else min(context, window - 1 + spec.sinks)) * token,
     )
 
 

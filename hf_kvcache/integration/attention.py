@@ -98,7 +98,7 @@ def _reduce(mask: torch.Tensor, queries: int, columns: int, key: LazyKV) -> torc
             return mask
         allowed = ~low
     starts = view.starts.view(-1, 1, 1, 1)
-    token = torch.arange(columns, device=mask.device).view(1, 1, 1, -1) + view.offset - starts
+    token = view.column_tokens()[:, None, None, :]
     last = columns - queries + view.offset
     query = torch.arange(last, last + queries, device=mask.device).view(1, 1, -1, 1) - starts
     implied = (token >= 0) & (token <= query)

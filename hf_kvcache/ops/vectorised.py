@@ -79,7 +79,7 @@ class _Softmax:
                 causal &= (token > position - view.window) | (token < view.sinks)
             seen = causal if seen is None else seen & causal
         if call.mask is not None:
-            column = (token + starts - view.offset).clamp(0, view.columns - 1)
+            column = view.columns_of(token).clamp(0, view.columns - 1)
             mask = call.mask.expand(-1, -1, self.Q, view.columns) if call.mask.shape[2] == 1 else call.mask
             heads = mask.shape[1]
             batch = max(mask.shape[0], column.shape[0])
