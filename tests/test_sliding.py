@@ -101,7 +101,7 @@ def test_exact_equals_a_mask_of_sinks_and_window(name: str, mode: str, options: 
     assert not all(torch.allclose(a, b) for a, b in zip(plain.logits, got.logits, strict=False)), "the window matters"
 
 
-@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+@pytest.mark.parametrize("fmt", [f if f in ("exact", "int4") else pytest.param(f, marks=pytest.mark.slow) for f in FORMAT_NAMES])
 def test_every_format_reads_what_its_own_reference_reads(fmt: str) -> None:
     """In float32 and along one fixed text: the reference decodes everything, and one softmax."""
     net = copy.deepcopy(model("llama"))
@@ -117,6 +117,7 @@ def test_every_format_reads_what_its_own_reference_reads(fmt: str) -> None:
 
 def test_one_token_at_a_time_needs_no_attention_of_ours() -> None:
     net = copy.deepcopy(model("llama"))
+    hf_kvcache.detach(net)
     ids = prompt(1, 3 * WINDOW)
     expected = []
     with masked(net, SINKS):
@@ -129,6 +130,7 @@ def test_one_token_at_a_time_needs_no_attention_of_ours() -> None:
 
 def test_many_tokens_through_another_attention_are_refused() -> None:
     net = copy.deepcopy(model("llama"))
+    hf_kvcache.detach(net)
     cache = hf_kvcache.make_cache("sliding_exact", net.config, **OPTIONS["pages"])
     with pytest.raises(CacheUseError, match="60 tokens pass an imposed window of 20"):
         net(prompt(1, 3 * WINDOW), **{CACHE: cache})
