@@ -42,6 +42,11 @@ class PagedCache(DynamicCache):
         for index, _ in config.layers:
             if not -len(self.layers) <= index < len(self.layers):
                 raise ConfigError(f"layers has the key {index}, and the model {len(self.layers)} layers")
+        latent = has_latents(text_config)
+        if config.layout == "latent" and not latent:
+            raise UnsupportedModelError(
+                f"{type(model_config).__name__} has no multi-head latent attention: use paged_{config.spec.name}"
+            )
         kinds: dict[tuple[Any, ...], Kind] = {}
         for i, given in enumerate(self.layers):
             if type(given) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -49,7 +54,7 @@ class PagedCache(DynamicCache):
                 self._report.append(LayerReport(i, type(given).__name__, "-", None, why))
                 continue
             window = given.sliding_window if type(given) is DynamicSlidingWindowLayer else None
-            spec = config.spec_of(i, len(self.layers))
+            spec = (config.latent_spec_of if latent else config.spec_of)(i, len(self.layers))
             why = "all tokens" if window is None else f"the model's window of {window} tokens"
             if window is not None and spec.sinks:
                 spec = spec.replace(sinks=0)
@@ -58,6 +63,8 @@ class PagedCache(DynamicCache):
             if imposed:
                 window = config.window
                 why = f"the first {spec.sinks} tokens and the newest {window}, imposed"
+            if latent:
+                why += f"; MLA latents, rope keys {spec.value.kind}"
             key = (imposed, window, spec.page_size, spec.direct, spec.residual)
             leader = key not in kinds
             if leader:
@@ -196,3 +203,8 @@ def _has_relative_bias(model_config: Any) -> bool:
     text_config = model_config.get_text_config(decoder=True)
     names = ("relative_attention_num_buckets", "alibi")
     return text_config.model_type in ("bloom", "mpt") or any(getattr(text_config, name, False) for name in names)
+
+
+def has_latents(text_config: Any) -> bool:
+    """Whether full attention layers are given MLA latents and rope keys in place of keys and values."""
+    return bool(getattr(text_config, "kv_lora_rank", None))

@@ -14,6 +14,7 @@ from hf_kvcache.formats.spec import FORMATS, FormatSpec, SideSpec
 LAYOUTS: dict[str, str] = {
     "paged": "every layer keeps what the model says it sees, in pages",
     "sliding": "full attention layers keep the first `sinks` tokens and the newest `window`, whatever the model says",
+    "latent": "as `paged`, for models with multi-head latent attention (MLA) only",
 }
 WINDOW, SINKS = 1024, 4  # of a `sliding` cache that is not told otherwise
 
@@ -28,6 +29,7 @@ class CacheConfig:
     """What to build. `spec` is for every layer that `layers` does not name (index, negative from the end).
 
     window: tokens that a full attention layer is made to look back to, itself included, or None.
+    given: names of the options that were given.
     """
 
     name: str
@@ -37,10 +39,24 @@ class CacheConfig:
     max_cache_len: int | None = None
     impl: str = "auto"
     window: int | None = None
+    given: frozenset[str] = frozenset()
 
     def spec_of(self, layer: int, layers: int) -> FormatSpec:
         """The format of one layer out of `layers`."""
         return dict(self.layers).get(layer, dict(self.layers).get(layer - layers, self.spec))
+
+    def latent_spec_of(self, layer: int, layers: int) -> FormatSpec:
+        """The same for a layer of latents: they are its keys; rope keys, its values, stay exact if nothing else is asked.
+
+        8-bit latents come from a norm and are not rotated: one scale a token is enough, and what kernels read.
+        """
+        spec = self.spec_of(layer, layers)
+        key, value = spec.key, spec.value
+        if key.scaled and key.direct and not self.given & {"rotate", "key"}:
+            key = dataclasses.replace(key, rotate=False)
+        if "value" not in self.given:
+            value = FORMATS["exact"].value
+        return spec.replace(key=key, value=value)
 
 
 def suggest(wrong: object, accepted: Any) -> str:
@@ -59,7 +75,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
         window: newest tokens that stay, for `sliding` caches.
         nbits, q_group_size: bits of integer codes; values that share a scale.
         rotate: Hadamard rotation on or off.
-        key, value: another format's name, or SideSpec fields, for one side.
+        key, value: another format's name, or SideSpec fields, for one side (of MLA: the latents, the rope keys).
         layers: {layer index: format name}, negative from the end.
         max_cache_len: most columns the cache may hold; memory is then taken at once.
         impl: attention implementation, see `hf_kvcache.impl_report()`.
@@ -83,7 +99,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
     layers = tuple((_layer(index), _spec(_format(fmt_), given)) for index, fmt_ in _mapping(given, "layers").items())
     spec = _spec(FORMATS[fmt], given)
     max_cache_len = _integer(given, "max_cache_len", None, 1)
-    return CacheConfig(str(name), layout, spec, layers, max_cache_len, str(given.get("impl", "auto")), window)
+    return CacheConfig(str(name), layout, spec, layers, max_cache_len, str(given.get("impl", "auto")), window, frozenset(given))
 
 
 _OPTIONS = (

@@ -21,7 +21,7 @@ class LayerShape:
     """What one layer caches for a token: `heads` keys of `key_dim` and values of `value_dim`.
 
     window: tokens it may look back to, itself included, or None. stored: False for a layer without a cache of
-    its own (linear attention, shared keys and values).
+    its own (linear attention, shared keys and values). latent: the keys are MLA latents, the values rope keys.
     """
 
     heads: int
@@ -29,6 +29,7 @@ class LayerShape:
     value_dim: int
     window: int | None = None
     stored: bool = True
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _layer(
     shape = layers[index]
     if not shape.stored:
         return (0, 0, 0, 0, 0, 0)
-    spec = config.spec_of(index, len(layers))
+    spec = (config.latent_spec_of if shape.latent else config.spec_of)(index, len(layers))
     window = shape.window
     if window is not None:
         spec = spec.replace(sinks=0)
@@ -150,7 +151,7 @@ def layers_of(config: Mapping[str, Any]) -> list[LayerShape]:
         if kind == "chunked_attention":
             window = config.get("attention_chunk_size")
         if config.get("kv_lora_rank"):
-            shape = LayerShape(1, config["kv_lora_rank"], config["qk_rope_head_dim"], window)
+            shape = LayerShape(1, config["kv_lora_rank"], config["qk_rope_head_dim"], window, latent=True)
         else:
             wide = kind == "full_attention" and config.get("global_head_dim")
             dim = config["global_head_dim"] if wide else head_dim

@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_kvcache.errors import ConfigError
+from hf_kvcache.integration.absorbing import absorbed, is_latent
 from hf_kvcache.integration.bases import BASES
 from hf_kvcache.layers.lazy import LazyKV
 from hf_kvcache.ops.api import AttendCall, attend
@@ -55,7 +56,7 @@ def attention(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
-    out = attend(call, key.impl)
+    out = absorbed(module, call, key.impl) if is_latent(module) else attend(call, key.impl)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -70,6 +70,8 @@ def attend(call: AttendCall) -> torch.Tensor:
     """See `ops.api.attend`."""
     query, view = call.query, call.view
     keys, values = decode(view)
+    if call.absorbed:
+        keys, values = torch.cat((keys, values), dim=-1), keys
     groups = query.shape[1] // view.layout.heads
     keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     scores = query.float() @ keys.transpose(-1, -2) * call.scale
