@@ -38,12 +38,19 @@ def table() -> str:
     )
 
 
+def models() -> str:
+    """The rows of the README's table of models."""
+    from tests.conformance.matrix import model_table
+
+    return model_table()
+
+
 def layouts() -> str:
     """The rows of the README's table of layouts."""
     return "\n".join(f"| `{name}` | {about} |" for name, about in LAYOUTS.items())
 
 
-@pytest.mark.parametrize(("name", "rows"), [("caches", table), ("layouts", layouts)])
+@pytest.mark.parametrize(("name", "rows"), [("caches", table), ("layouts", layouts), ("models", models)])
 def test_tables_are_the_code_s(name, rows):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = readme.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]

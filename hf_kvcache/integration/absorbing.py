@@ -41,6 +41,7 @@ def detach(model: torch.nn.Module) -> None:
         _unpacked.pop(module.kv_b_proj, None)
 
 
+@torch.compiler.disable
 def _expand_kv(module: Any, latents: torch.Tensor, rope_keys: torch.Tensor) -> Any:
     if isinstance(latents, LazyKV) and module.config._attn_implementation in BASES.values():
         return latents, rope_keys

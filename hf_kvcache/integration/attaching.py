@@ -60,6 +60,7 @@ def _wants_weights(config: Any, given: dict[str, Any]) -> bool:
     return bool(getattr(config, "output_attentions", False) if asked is None else asked)
 
 
+@torch.compiler.disable
 def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = _by_name(model, args, kwargs)
     cache = paged_cache(given)
@@ -83,6 +84,7 @@ def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
         switch.depth += 1
 
 
+@torch.compiler.disable
 def _after_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     given = _by_name(model, args, kwargs)
     config = _decoder_config(model)
