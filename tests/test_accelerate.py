@@ -17,6 +17,8 @@ accelerate = pytest.importorskip("accelerate")
 
 
 def generate(net: Any, **kwargs: Any) -> torch.Tensor:
+    if kwargs:
+        kwargs["cache_config"] = {"impl": "torch"}
     return net.generate(**padded((9, 30))[0], max_new_tokens=8, do_sample=False, **kwargs)
 
 
@@ -47,7 +49,7 @@ def test_a_dispatched_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["paged_exact", "paged_fp8", "paged_int4", "sliding_exact"])
 def test_each_layer_s_pages_are_where_its_keys_are(name: str) -> None:
-    cache = hf_kvcache.make_cache(name, model("llama").config)
+    cache = hf_kvcache.make_cache(name, model("llama").config, impl="torch")
     for tokens in (200, 1):
         for i, device in enumerate(("cpu", "meta")):
             keys = torch.zeros(2, 2, tokens, 16, device=device)

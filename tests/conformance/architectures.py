@@ -43,7 +43,7 @@ MLA: dict[str, Callable[[], Any]] = {
     "deepseek_v3_no_q_lora": _of("deepseek_v3", _MLA, q_lora_rank=None),
     "minicpm3": _of("minicpm3", _MLA),
     "glm4_moe_lite": _of("glm4_moe_lite", _MLA),
-    "mistral4": _of("mistral4", _MLA),
+    "mistral4": _of("mistral4", _MLA, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
     "youtu": _of("youtu", _MLA),
     "longcat_flash": _of(
         "longcat_flash", {k: v for k, v in _MLA.items() if k != "num_hidden_layers"}, num_layers=1, num_hidden_layers=2,

@@ -62,27 +62,28 @@ def run(name: str, mode: str, options: dict[str, Any]) -> tuple[torch.Tensor, li
     return out.sequences, list(out.logits) if simple else []
 
 
-def asked(fmt: str, impl: str = "auto") -> dict[str, Any]:
+def asked(fmt: str, impl: str) -> dict[str, Any]:
     """`generate` arguments for a format."""
     return {"cache_implementation": f"paged_{fmt}", "cache_config": {**FORMATS[fmt], "impl": impl}}
 
 
-def cell(name: str, mode: str, fmt: str) -> str:
+def cell(name: str, mode: str, fmt: str, impl: str = "auto") -> str:
     """`equal`, `refused: ...` in transformers' own words, or `DIFFERS: ...`.
 
-    exact is compared with transformers' default cache: the same tokens, logits to 1e-5. The others with the same cache
-    read by the reference: until the first token that differs, logits to 2e-2 (a rounding that falls the other way grows).
+    exact is compared with transformers' default cache: the same tokens, logits to 1e-5. The others, read by `impl`, with
+    the same cache read by the reference: logits to 2e-2 until the first token that differs (a rounding that falls the
+    other way grows).
     """
     try:
         theirs = run(name, mode, {})
     except Exception as error:  # noqa: BLE001 - whatever it is: it is what the cell says
         words = " ".join(str(error).split())
         try:
-            run(name, mode, asked(fmt))
+            run(name, mode, asked(fmt, impl))
         except Exception as ours:  # noqa: BLE001
             return f"refused: {words}" if type(ours) is type(error) else f"DIFFERS: {ours} in place of {words}"
         return "equal"  # ours does more than the default
-    got = run(name, mode, asked(fmt))
+    got = run(name, mode, asked(fmt, impl))
     expected = theirs if fmt == "exact" else run(name, mode, asked(fmt, "reference"))
     bound = 1e-5 if fmt == "exact" else 2e-2
     prompt_tokens = expected[0].shape[1] - len(expected[1])

@@ -18,7 +18,7 @@ CELLS = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "mode", "fmt"), CELLS)
 def test_cell(name: str, mode: str, fmt: str) -> None:
-    said = cell(name, mode, fmt)
+    said = cell(name, mode, fmt, "torch")  # which compiles nothing for each shape
     assert not said.startswith("DIFFERS"), said
 
 
