@@ -46,6 +46,11 @@ class PagedCache(DynamicCache):
         for index, _ in config.layers:
             if not -len(self.layers) <= index < len(self.layers):
                 raise ConfigError(f"layers has the key {index}, and the model {len(self.layers)} layers")
+        latent = has_latents(text_config)
+        if config.layout == "latent" and not latent:
+            raise UnsupportedModelError(
+                f"{type(model_config).__name__} has no multi-head latent attention: use paged_{config.spec.name}"
+            )
         kinds: dict[tuple[Any, ...], Kind] = {}
         for i, given in enumerate(self.layers):
             if type(given) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -53,12 +58,18 @@ class PagedCache(DynamicCache):
                 self._report.append(LayerReport(i, type(given).__name__, "-", None, why))
                 continue
             window = given.sliding_window if type(given) is DynamicSlidingWindowLayer else None
-            spec = config.spec_of(i, len(self.layers))
+            spec = (config.latent_spec_of if latent else config.spec_of)(i, len(self.layers))
             why = "all tokens" if window is None else f"the model's window of {window} tokens"
             if window is not None and spec.sinks:
                 spec = spec.replace(sinks=0)
                 why += ", no exact sinks under a window"
-            key = (window, spec.page_size, spec.direct, spec.residual)
+            imposed = window is None and config.window is not None
+            if imposed:
+                window = config.window
+                why = f"the first {spec.sinks} tokens and the newest {window}, imposed"
+            if latent:
+                why += f"; MLA latents, rope keys {spec.value.kind}"
+            key = (imposed, window, spec.page_size, spec.direct, spec.residual)
             leader = key not in kinds
             if leader:
                 kinds[key] = Kind(
@@ -70,12 +81,21 @@ class PagedCache(DynamicCache):
                         capacity=config.max_cache_len,
                     )
                 )
+            if latent and config.calibration is not None:
+                raise ConfigError("calibration: the rounding of MLA latents is not steered; leave it out for this model")
             steer = None if config.calibration is None else calibration.steers(config.calibration, i, spec.key)
-            self.layers[i] = PagedLayer(spec, kinds[key], leader=leader, impl=config.impl, steer=steer)
+            self.layers[i] = PagedLayer(
+                spec, kinds[key], leader=leader, impl=config.impl, steer=steer, imposed=imposed
+            )
             self._report.append(LayerReport(i, "PagedLayer", spec.name, window, why))
         if not kinds:
             raise UnsupportedModelError(
                 f"{type(model_config).__name__} has no full or sliding attention layer that a {config.name} cache could hold"
+            )
+        if config.window is not None and not any(layer.imposed for layer in self.paged_layers):
+            raise UnsupportedModelError(
+                f"{type(model_config).__name__} has no full attention layer to impose a window on: every layer has one of "
+                f"its own. Use paged_{config.spec.name}"
             )
 
     @property
@@ -175,6 +195,11 @@ def build(config: CacheConfig, model_config: Any) -> PagedCache:
         raise ConfigError(f"impl={config.impl!r}: accepted are auto, {', '.join(IMPLS)}")
     if not hasattr(model_config, "get_text_config"):
         raise ConfigError(f"the second argument must be a model's config, got {type(model_config).__name__}")
+    if config.window is not None and _has_relative_bias(model_config):
+        raise UnsupportedModelError(
+            f"{type(model_config).__name__} adds biases by the distance of tokens, which an imposed window would get "
+            f"wrong: use paged_{config.spec.name}"
+        )
     if not _has_decoder(model_config):
         raise UnsupportedModelError(
             f"{type(model_config).__name__} is an encoder: it generates no tokens and has no key/value cache"
@@ -189,3 +214,15 @@ def _has_decoder(model_config: Any) -> bool:
         return True
     text = model_config.get_text_config(decoder=True)
     return hasattr(text, "vocab_size") and text.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def _has_relative_bias(model_config: Any) -> bool:
+    """Whether attention takes biases that it derives from the number of keys."""
+    text_config = model_config.get_text_config(decoder=True)
+    names = ("relative_attention_num_buckets", "alibi")
+    return text_config.model_type in ("bloom", "mpt") or any(getattr(text_config, name, False) for name in names)
+
+
+def has_latents(text_config: Any) -> bool:
+    """Whether full attention layers are given MLA latents and rope keys in place of keys and values."""
+    return bool(getattr(text_config, "kv_lora_rank", None))

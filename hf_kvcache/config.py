@@ -14,7 +14,10 @@ from hf_kvcache.formats.spec import FORMATS, FormatSpec, SideSpec
 
 LAYOUTS: dict[str, str] = {
     "paged": "every layer keeps what the model says it sees, in pages",
+    "sliding": "full attention layers keep the first `sinks` tokens and the newest `window`, whatever the model says",
+    "latent": "as `paged`, for models with multi-head latent attention (MLA) only",
 }
+WINDOW, SINKS = 1024, 4  # of a `sliding` cache that is not told otherwise
 
 
 def cache_names() -> tuple[str, ...]:
@@ -24,7 +27,11 @@ def cache_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What to build. `spec` is for every layer that `layers` does not name (index, negative from the end)."""
+    """What to build. `spec` is for every layer that `layers` does not name (index, negative from the end).
+
+    window: tokens that a full attention layer is made to look back to, itself included, or None.
+    given: names of the options that were given.
+    """
 
     name: str
     layout: str
@@ -34,10 +41,25 @@ class CacheConfig:
     impl: str = "auto"
     calibration: str | None = None
     prefix_store: Any = None
+    window: int | None = None
+    given: frozenset[str] = frozenset()
 
     def spec_of(self, layer: int, layers: int) -> FormatSpec:
         """The format of one layer out of `layers`."""
         return dict(self.layers).get(layer, dict(self.layers).get(layer - layers, self.spec))
+
+    def latent_spec_of(self, layer: int, layers: int) -> FormatSpec:
+        """The same for a layer of latents: they are its keys; rope keys, its values, stay exact if nothing else is asked.
+
+        8-bit latents come from a norm and are not rotated: one scale a token is enough, and what kernels read.
+        """
+        spec = self.spec_of(layer, layers)
+        key, value = spec.key, spec.value
+        if key.scaled and key.direct and not self.given & {"rotate", "key"}:
+            key = dataclasses.replace(key, rotate=False)
+        if "value" not in self.given:
+            value = FORMATS["exact"].value
+        return spec.replace(key=key, value=value)
 
 
 def suggest(wrong: object, accepted: Any) -> str:
@@ -52,10 +74,11 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
     Options (transformers' own names where it has one):
         page_size: tokens in a page, a multiple of 16.
         residual_length: newest tokens kept exact.
-        sinks: first tokens kept exact.
+        sinks: first tokens kept exact; under an imposed window, those that stay.
+        window: newest tokens that stay, for `sliding` caches.
         nbits, q_group_size: bits of integer codes; values that share a scale.
         rotate: Hadamard rotation on or off.
-        key, value: another format's name, or SideSpec fields, for one side.
+        key, value: another format's name, or SideSpec fields, for one side (of MLA: the latents, the rope keys).
         layers: {layer index: format name}, negative from the end.
         max_cache_len: most columns the cache may hold; memory is then taken at once.
         prefix_store: a `hf_kvcache.PrefixStore`, where prompts look for beginnings that were encoded before.
@@ -77,12 +100,15 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> CacheConfig:
             f"cache_config has no option {unknown[0]!r}.{suggest(unknown[0], _OPTIONS)} Accepted: {', '.join(_OPTIONS)}"
         )
     given = {key: value for key, value in given.items() if value is not None}
+    window = _window(layout, given)
     layers = tuple((_layer(index), _spec(_format(fmt_), given)) for index, fmt_ in _mapping(given, "layers").items())
     spec = _spec(FORMATS[fmt], given)
     max_cache_len = _integer(given, "max_cache_len", None, 1)
     calibration = _calibration(given, [spec, *(layer for _, layer in layers)])
     impl = str(given.get("impl", "auto"))
-    return CacheConfig(str(name), layout, spec, layers, max_cache_len, impl, calibration, _store(given))
+    return CacheConfig(
+        str(name), layout, spec, layers, max_cache_len, impl, calibration, _store(given), window, frozenset(given)
+    )
 
 
 def _store(given: dict[str, Any]) -> Any:
@@ -94,8 +120,20 @@ def _store(given: dict[str, Any]) -> Any:
 
 _OPTIONS = (
     "page_size", "residual_length", "sinks", "nbits", "q_group_size", "rotate", "key", "value", "layers",
-    "max_cache_len", "impl", "calibration", "prefix_store",
+    "max_cache_len", "impl", "calibration", "prefix_store", "window",
 )  # fmt: skip
+
+
+def _window(layout: str, given: dict[str, Any]) -> int | None:
+    """The imposed window, if the layout has one; the sinks before it are then the same for every format."""
+    if layout == "sliding":
+        given.setdefault("sinks", SINKS)
+        return _integer(given, "window", WINDOW, 1)
+    if "window" in given:
+        raise ConfigError(
+            f"window={given['window']!r} is for sliding_<format> caches: paged ones keep what the model says it sees"
+        )
+    return None
 
 
 def _spec(spec: FormatSpec, given: dict[str, Any]) -> FormatSpec:

@@ -5,6 +5,7 @@ The sizes come from the same `PageLayout` that the store uses, so a plan equals 
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ class LayerShape:
     """What one layer caches for a token: `heads` keys of `key_dim` and values of `value_dim`.
 
     window: tokens it may look back to, itself included, or None. stored: False for a layer without a cache of
-    its own (linear attention, shared keys and values).
+    its own (linear attention, shared keys and values). latent: the keys are MLA latents, the values rope keys.
     """
 
     heads: int
@@ -31,6 +32,7 @@ class LayerShape:
     value_dim: int
     window: int | None = None
     stored: bool = True
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,17 @@ def kinds(layers: list[LayerShape], config: CacheConfig, dtype: str) -> list[Lay
     """The layers that store something, equal ones together. Raises ConfigError for an unknown dtype."""
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype={dtype!r}: accepted are {', '.join(DTYPE_BYTES)}")
-    found = Counter((shape, config.spec_of(i, len(layers))) for i, shape in enumerate(layers) if shape.stored)
+    found = Counter(
+        (shape, (config.latent_spec_of if shape.latent else config.spec_of)(i, len(layers)))
+        for i, shape in enumerate(layers)
+        if shape.stored
+    )
     out = []
     for (shape, spec), count in found.items():
-        spec = spec if shape.window is None else spec.replace(sinks=0)
+        if shape.window is None:
+            shape = dataclasses.replace(shape, window=config.window)  # imposed, or none
+        else:
+            spec = spec.replace(sinks=0)
         layout = PageLayout(
             spec, shape.heads, shape.key_dim, shape.value_dim, spec.page_size, dtype, DTYPE_BYTES[dtype], transposed=False
         )
@@ -129,7 +138,7 @@ def _layer(kind: LayerKind, max_cache_len: int | None, batch: int, context: int)
         count * (layout.page_bytes - codes - scales),
         batch * ring * token * itemsize,
         batch * spec.sinks * token * itemsize,
-        batch * (context if shape.window is None else min(context, shape.window - 1)) * token,
+        batch * (context if shape.window is None else min(context, shape.window - 1 + spec.sinks)) * token,
     )
 
 
@@ -166,7 +175,7 @@ def layers_of(config: Mapping[str, Any]) -> list[LayerShape]:
         if kind == "chunked_attention":
             window = config.get("attention_chunk_size")
         if config.get("kv_lora_rank"):
-            shape = LayerShape(1, config["kv_lora_rank"], config["qk_rope_head_dim"], window)
+            shape = LayerShape(1, config["kv_lora_rank"], config["qk_rope_head_dim"], window, latent=True)
         else:
             wide = kind == "full_attention" and config.get("global_head_dim")
             dim = config["global_head_dim"] if wide else head_dim

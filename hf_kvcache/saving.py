@@ -71,7 +71,7 @@ def save_cache(cache: PagedCache, path: str, model: Any = None, tokenizer: Any =
     manifest = {
         "version": VERSION,
         "written_by": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "config": dataclasses.asdict(dataclasses.replace(cache.config, calibration=None, prefix_store=None)),
+        "config": _config_fields(cache.config),
         "kinds": [{"seen": kind.table.seen, "pages": len(held)} for kind, held in zip(kinds, physical, strict=True)],
         "layers": layers,
         "model": {"config": cache.model_fingerprint, "weights": None if model is None else model_fingerprint(model)},
@@ -164,6 +164,11 @@ def _load(data: bytes, model: Any, tokenizer: Any) -> PagedCache:
     return cache
 
 
+def _config_fields(config: CacheConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(dataclasses.replace(config, calibration=None, prefix_store=None))
+    return {**fields, "given": sorted(config.given)}
+
+
 def _config(given: dict[str, Any]) -> CacheConfig:
     def spec(fields: dict[str, Any]) -> FormatSpec:
         sides = {side: SideSpec(**fields[side]) for side in ("key", "value")}
@@ -171,15 +176,17 @@ def _config(given: dict[str, Any]) -> CacheConfig:
 
     try:
         layers = tuple((int(i), spec(fields)) for i, fields in given["layers"])
-        config = CacheConfig(**{**given, "spec": spec(given["spec"]), "layers": layers})
+        config = CacheConfig(**{**given, "spec": spec(given["spec"]), "layers": layers, "given": frozenset(given["given"])})
     except ConfigError as error:
         raise SavedCacheError(f"its format is unknown here: {error}") from None
     for one in (config.spec, *(one for _, one in config.layers)):
         sizes = (one.page_size, one.residual, one.sinks)
         if not all(type(n) is int and 0 <= n < MOST for n in sizes) or one.page_size % 16 or not one.page_size:
             raise SavedCacheError(f"its page size, residual and sinks are {sizes}: such a cache cannot be")
-    if config.max_cache_len is not None and type(config.max_cache_len) is not int:
-        raise SavedCacheError(f"its max_cache_len is {config.max_cache_len!r}")
+    for name in ("max_cache_len", "window"):
+        size = getattr(config, name)
+        if size is not None and (type(size) is not int or size < 1):
+            raise SavedCacheError(f"its {name} is {size!r}")
     return config
 
 

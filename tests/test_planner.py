@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from hf_kvcache import planner
-from hf_kvcache.config import cache_names
 from hf_kvcache.errors import ConfigError
+from tests.grids import CACHE_NAMES
 
 LLAMA_70B = {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
 
@@ -60,7 +60,7 @@ def test_nested_text_config() -> None:
     assert len(layers) == 80
 
 
-@pytest.mark.parametrize("name", cache_names())
+@pytest.mark.parametrize("name", CACHE_NAMES)
 @pytest.mark.parametrize("context", [1, 16, 17, 63, 200])
 def test_a_plan_equals_what_is_allocated(name: str, context: int) -> None:
     import torch

@@ -31,18 +31,30 @@ def exact_tokens(spec: FormatSpec) -> str:
 
 
 def table() -> str:
-    """The rows of the README's table."""
+    """The rows of the README's table of formats."""
     return "\n".join(
-        f"| `{layout}_{name}` | {side(spec.key)} | {side(spec.value)} | {exact_tokens(spec)} | {spec.about} |"
-        for layout in LAYOUTS
+        f"| `{name}` | {side(spec.key)} | {side(spec.value)} | {exact_tokens(spec)} | {spec.about} |"
         for name, spec in FORMATS.items()
     )
 
 
-def test_the_table_of_caches_is_the_code_s():
+def models() -> str:
+    """The rows of the README's table of models."""
+    from tests.conformance.matrix import model_table
+
+    return model_table()
+
+
+def layouts() -> str:
+    """The rows of the README's table of layouts."""
+    return "\n".join(f"| `{name}` | {about} |" for name, about in LAYOUTS.items())
+
+
+@pytest.mark.parametrize(("name", "rows"), [("caches", table), ("layouts", layouts), ("models", models)])
+def test_tables_are_the_code_s(name, rows):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = readme.partition("<!-- caches -->\n")[2].partition("<!-- /caches -->")[0]
-    assert shown.strip().splitlines()[2:] == table().splitlines(), f"the rows ought to be\n{table()}"
+    shown = readme.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
+    assert shown.strip().splitlines()[2:] == rows().splitlines(), f"the rows ought to be\n{rows()}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -14,6 +14,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvcache.caches import PagedCache
+from hf_kvcache.integration import absorbing
 from hf_kvcache.integration.bases import BASES
 
 CACHE_KWARGS = ("cache", "past_key_values", "cache_params")  # what forward calls its cache, by version and model
@@ -60,6 +61,7 @@ def _wants_weights(config: Any, given: dict[str, Any]) -> bool:
     return bool(getattr(config, "output_attentions", False) if asked is None else asked)
 
 
+@torch.compiler.disable
 def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = _by_name(model, args, kwargs)
     cache = paged_cache(given)
@@ -84,6 +86,7 @@ def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
         switch.depth += 1
 
 
+@torch.compiler.disable
 def _after_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     given = _by_name(model, args, kwargs)
     config = _decoder_config(model)
@@ -144,6 +147,7 @@ def attach(model: torch.nn.Module) -> _Attached:
     """
     with _LOCK:
         if _HOOKS not in model.__dict__:
+            absorbing.attach(model)
             model.__dict__[_HOOKS] = (
                 model.register_forward_pre_hook(_before_forward, with_kwargs=True),
                 model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
@@ -154,6 +158,8 @@ def attach(model: torch.nn.Module) -> _Attached:
 def detach(model: torch.nn.Module) -> None:
     """Undo `attach`; a model that is not attached is left as it is."""
     with _LOCK:
+        if _HOOKS in model.__dict__:
+            absorbing.detach(model)
         for hook in model.__dict__.pop(_HOOKS, ()):
             hook.remove()
 

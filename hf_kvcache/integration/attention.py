@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_kvcache.errors import ConfigError
+from hf_kvcache.integration.absorbing import absorbed, is_latent
 from hf_kvcache.integration.bases import BASES
 from hf_kvcache.layers.lazy import LazyKV
 from hf_kvcache.ops.api import AttendCall, attend
@@ -56,7 +57,7 @@ def attention(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
-    out = attend(call, key.impl)
+    out = absorbed(module, call, key.impl) if is_latent(module) else attend(call, key.impl)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -103,7 +104,7 @@ def _reduce(mask: torch.Tensor, queries: int, columns: int, key: LazyKV) -> torc
             return mask
         allowed = ~low
     starts = view.starts.view(-1, 1, 1, 1)
-    token = torch.arange(columns, device=mask.device).view(1, 1, 1, -1) + view.offset - starts
+    token = view.column_tokens()[:, None, None, :]
     last = columns - queries + view.offset
     query = torch.arange(last, last + queries, device=mask.device).view(1, 1, -1, 1) - starts
     implied = (token >= 0) & (token <= query)

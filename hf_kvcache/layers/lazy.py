@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from hf_kvcache.errors import StaleViewError
+from hf_kvcache.errors import CacheUseError, StaleViewError
 from hf_kvcache.memory.table import BlockTable
 from hf_kvcache.ops.decoding import decode
 from hf_kvcache.ops.view import KVView
@@ -49,9 +49,16 @@ class LazyKV(torch.Tensor):
         return self.view_
 
     def decode(self) -> torch.Tensor:
-        """A plain tensor with the same values."""
+        """A plain tensor with the same values. Raises CacheUseError where no mask of the model's would be right for it."""
         if self.decoded is None:
-            self.decoded = decode(self.current_view(), self.side, self.dtype)
+            view = self.current_view()
+            if view.imposed and view.window is not None and view.new_tokens > 1 and view.window < view.columns:
+                raise CacheUseError(
+                    f"{view.new_tokens} tokens pass an imposed window of {view.window}, and the attention that asks for "
+                    "their keys and values knows of no window: call hf_kvcache.attach(model) first, pass one token at "
+                    "a time, ask for no attention weights, or choose a paged_<format> cache"
+                )
+            self.decoded = decode(view, self.side, self.dtype)
         return self.decoded
 
     @classmethod

@@ -29,7 +29,8 @@ class PagedLayer(CacheLayerMixin):
     """Keys and values of one attention layer, encoded in pages.
 
     spec: the format. kind: what the layer shares with the others of its kind. leader: whether this layer is the
-    first of them. window: the model's sliding window for this layer, itself included, or None.
+    first of them. imposed: the kind's window is not the model's own, so that transformers takes the layer for one of
+    full attention; its attention must then be ours wherever several tokens pass the window at once.
     impl: attention implementation (`ops.api.IMPLS`) or "auto". steer: what `formats.steering.prepare` made of a
     calibration for this layer's keys, or None.
     """
@@ -38,11 +39,19 @@ class PagedLayer(CacheLayerMixin):
     is_compileable = False
 
     def __init__(
-        self, spec: FormatSpec, kind: Kind, *, leader: bool, impl: str = "auto", steer: torch.Tensor | None = None
+        self,
+        spec: FormatSpec,
+        kind: Kind,
+        *,
+        leader: bool,
+        impl: str = "auto",
+        steer: torch.Tensor | None = None,
+        imposed: bool = False,
     ) -> None:
         self.spec, self.kind, self.leader, self.impl, self.steer = spec, kind, leader, impl, steer
-        self.is_sliding = kind.table.window is not None
-        self.sliding_window = kind.table.window
+        self.imposed, self.window = imposed, kind.table.window
+        self.is_sliding = self.window is not None and not imposed
+        self.sliding_window = None if imposed else self.window
         self.layout: PageLayout | None = None
         self.store: PageStore | None = None
         self.ring: Exact | None = None
@@ -78,8 +87,12 @@ class PagedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that `update` will return for so many new ones, and the column of the sequence they start at."""
-        offset = 0 if self.sliding_window is None else max(self.seen - self.sliding_window + 1, 0)
+        offset = self._offset(self.seen)
         return self.seen - offset + query_length, offset
+
+    def _offset(self, before: int) -> int:
+        """Columns that are not shown to the tokens after `before`: all but the sinks and what the first of them sees."""
+        return 0 if self.window is None else max(before - self.window + 1 - self.spec.sinks, 0)
 
     def activate_past_recording(self) -> None:
         """Keep what a `crop` may need again until it comes."""
@@ -154,8 +167,9 @@ class PagedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `[B, H, T, D]` keys and values; returns what attention should see.
 
-        That is the arguments themselves when the cache was empty (a prompt attends to itself exactly), and lazy
-        views of everything afterwards, in which the tokens of a call of more than one token are still exact.
+        That is the arguments themselves when the cache was empty (a prompt attends to itself exactly, unless it passes
+        an imposed window), and lazy views of everything afterwards, in which the tokens of a call of more than one
+        token are still exact.
         Raises CacheUseError, and changes nothing, for another batch size, dtype, shape or device.
         """
         if torch.compiler.is_compiling():
@@ -169,7 +183,7 @@ class PagedLayer(CacheLayerMixin):
         plan = self._own_pages(plan, key_states, value_states)
         self._write(plan, key_states, value_states)
         self.seen += T
-        if empty:
+        if empty and not (self.imposed and self.window is not None and self.window < T):
             return key_states, value_states
         view = self._view(plan if T > 1 else None, T, key_states, value_states)
         table, impl = self.kind.table, self.impl
@@ -279,7 +293,7 @@ class PagedLayer(CacheLayerMixin):
         """What attention sees: all columns, or with `plan` the history before it and the new tokens exact."""
         assert self.layout is not None and self.store is not None
         made = self.kind.indices.get(self.device, plan)
-        offset = 0 if self.sliding_window is None else max(self.seen - T - self.sliding_window + 1, 0)
+        offset = self._offset(self.seen - T)
         ring, sinks = self.ring, self.sinks
         return KVView(
             self.layout,
@@ -292,13 +306,14 @@ class PagedLayer(CacheLayerMixin):
             made.max_length,
             columns=self.seen - offset,
             offset=offset,
-            window=self.sliding_window,
+            window=self.window,
             sink_keys=None if sinks is None else sinks.keys,
             sink_values=None if sinks is None else sinks.values,
             ring_keys=None if ring is None else ring.keys,
             ring_values=None if ring is None else ring.values,
             new_keys=k if plan is not None else None,
             new_values=v if plan is not None else None,
+            imposed=self.imposed,
         )
 
     # ---- every other operation: the leader moves the table, each layer what it holds itself

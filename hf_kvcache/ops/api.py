@@ -26,6 +26,9 @@ class AttendCall:
         from what None gives.
     softcap: scores become `softcap * tanh(scores / softcap)`, or None.
     sinks: `[HQ]` logits of a value-less extra token (gpt-oss), or None.
+    absorbed: the view's keys are MLA latents, its values rope keys, both of one head. A query is its latent part (the key
+        up-projection is in it) and its rope part side by side, `[B, HQ, Q, D_k + D_v]`; latents are what is mixed, so
+        that the output is `[B, HQ, Q, D_k]`.
     """
 
     query: torch.Tensor
@@ -34,13 +37,14 @@ class AttendCall:
     mask: torch.Tensor | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    absorbed: bool = False
 
 
 class Implementation(Protocol):
     """What a module in `IMPLS` provides."""
 
     why_not: Callable[[AttendCall], str | None]  # None, or why this call cannot be served
-    attend: Callable[[AttendCall], torch.Tensor]  # [B, HQ, Q, D_v], the query's dtype
+    attend: Callable[[AttendCall], torch.Tensor]  # [B, HQ, Q, D_v or, absorbed, D_k], the query's dtype
 
 
 IMPLS: dict[str, str] = {  # "auto" takes the first that serves a call; the reference only when it is asked for

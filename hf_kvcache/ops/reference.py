@@ -18,6 +18,7 @@ def decode(view: KVView, dtype: torch.dtype = torch.float32) -> tuple[torch.Tens
     Columns that hold no token (left padding, tokens that a window has passed) are zeros.
     """
     layout, P = view.layout, view.layout.page_size
+    tokens = view.column_tokens().tolist()
     out = []
     for side, head_dim in zip(codec.SIDES, (layout.key_dim, layout.value_dim), strict=True):
         sinks, ring, new = (
@@ -28,23 +29,24 @@ def decode(view: KVView, dtype: torch.dtype = torch.float32) -> tuple[torch.Tens
         x = torch.zeros(view.batch, layout.heads, view.columns, head_dim, dtype=dtype, device=view.starts.device)
         history = view.columns - view.new_tokens
         for b in range(view.batch):
-            start, length, sealed = (int(t[b]) for t in (view.starts, view.lengths, view.sealed))
-            for c in range(max(0, start - view.offset), history):
-                t = c + view.offset - start
-                if t >= length:
+            length, sealed = int(view.lengths[b]), int(view.sealed[b])
+            held = -1
+            for c, t in enumerate(tokens[b][:history]):
+                if t < 0 or t >= length:
                     continue
                 if sinks is not None and t < sinks.shape[2]:
                     x[b, :, c] = sinks[b, :, t]
                 elif t < sealed:
-                    if t % P == 0 or c == max(0, start - view.offset) or t == view.sinks:
-                        ids = view.table[b, t // P].reshape(1).cpu().numpy()
+                    if t // P != held:
+                        held = t // P
+                        ids = view.table[b, held].reshape(1).cpu().numpy()
                         page = codec.decode(codec.gather(view.slabs, ids), side, layout)[0].to(dtype)
                     x[b, :, c] = page[:, t % P]
                 else:
                     assert ring is not None
                     x[b, :, c] = ring[b, :, t % ring.shape[2]]
             if new is not None:
-                first = max(0, start - view.offset - history)
+                first = sum(t < 0 for t in tokens[b][history:])
                 x[b, :, history + first :] = new[b, :, first:]
         out.append(x)
     return out[0], out[1]
@@ -54,7 +56,7 @@ def visible(call: AttendCall) -> torch.Tensor:
     """Which columns each query may attend to, bool `[B, 1 or HQ, Q, columns]`; additive masks count as all visible."""
     view, Q = call.view, call.query.shape[2]
     starts = view.starts.view(-1, 1, 1, 1)
-    token = torch.arange(view.columns, device=starts.device).view(1, 1, 1, -1) + view.offset - starts
+    token = view.column_tokens()[:, None, None, :]
     query = torch.arange(Q, device=starts.device).view(1, 1, -1, 1) + view.offset + view.columns - Q - starts
     seen = (token >= 0) & (token <= query)
     if view.window is not None:
@@ -68,6 +70,8 @@ def attend(call: AttendCall) -> torch.Tensor:
     """See `ops.api.attend`."""
     query, view = call.query, call.view
     keys, values = decode(view)
+    if call.absorbed:
+        keys, values = torch.cat((keys, values), dim=-1), keys
     groups = query.shape[1] // view.layout.heads
     keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     scores = query.float() @ keys.transpose(-1, -2) * call.scale

@@ -39,10 +39,7 @@ def page_runs(view: KVView, queries: int, unrotate: bool = False) -> Iterator[Ru
     layout, P, B = view.layout, view.layout.page_size, view.batch
     sealed, lengths = view.sealed.cpu().numpy(), view.lengths.cpu().numpy()
     ends = np.minimum(sealed, lengths)
-    first = np.full(B, view.sinks)
-    if view.window is not None:
-        new = view.new_tokens
-        first = np.maximum(first, lengths + new - view.columns)
+    first = view.first_tokens().cpu().numpy()
     table = view.table.cpu().numpy()
     pages = max(1, _run_tokens(view, queries) // P)
     lo, hi = int(np.min(first)) // P, -(-int(ends.max(initial=0)) // P)
@@ -79,7 +76,7 @@ def exact_runs(view: KVView, queries: int) -> Iterator[Run]:
         token = sealed + (slot - sealed) % C
         used = (token < lengths) & (token >= view.sinks)
         if view.window is not None:  # the ring may reach back further than the window
-            used &= token >= view.offset - view.starts.long().view(-1, 1)
+            used &= token >= view.first_tokens().view(-1, 1)
         yield Run(view.ring_keys, view.ring_values, torch.where(used, token, -1), True)
     if view.new_keys is not None and view.new_values is not None:
         step = _run_tokens(view, queries)

@@ -22,13 +22,16 @@ def attend(call: AttendCall) -> torch.Tensor:
     view, layout = call.view, call.view.layout
     B, HQ, Q, _ = call.query.shape
     H = layout.heads
-    query = call.query.float().reshape(B, H, HQ // H * Q, layout.key_dim) * call.scale
-    state = _Softmax(call, B, H, HQ // H, Q, layout.value_dim)
+    query = call.query.float().reshape(B, H, HQ // H * Q, -1) * call.scale
+    mixed, width = (layout.spec.key, layout.key_dim) if call.absorbed else (layout.spec.value, layout.value_dim)
+    state = _Softmax(call, B, H, HQ // H, Q, width)
     if view.max_length > view.sinks or view.sink_keys is None:
-        rotated = hadamard.rotate_matmul(query) if layout.spec.key.rotate else query
+        parts = query.split((layout.key_dim, layout.value_dim), dim=-1) if call.absorbed else (query,)
+        sides = zip(parts, (layout.spec.key, layout.spec.value), strict=False)
+        rotated = torch.cat([hadamard.rotate_matmul(x) if side.rotate else x for x, side in sides], dim=-1)
         for run in page_runs(view, HQ // H * Q):
             state.add(rotated, run)
-        if layout.spec.value.rotate:
+        if mixed.rotate:
             state.out = hadamard.rotate_matmul(state.out)
     for run in exact_runs(view, HQ // H * Q):
         state.add(query, run)
@@ -50,7 +53,13 @@ class _Softmax:
             self.total += 1
 
     def add(self, query: torch.Tensor, run: Run) -> None:
-        scores = torch.matmul(query, run.keys.float().transpose(-1, -2))
+        keys, values = run.keys.float(), run.values.float()
+        if self.call.absorbed:
+            latent, rope = query.split((keys.shape[-1], values.shape[-1]), dim=-1)
+            scores = torch.matmul(latent, keys.transpose(-1, -2)) + torch.matmul(rope, values.transpose(-1, -2))
+            values = keys
+        else:
+            scores = torch.matmul(query, keys.transpose(-1, -2))
         if self.call.softcap is not None:
             scores = self.call.softcap * torch.tanh(scores / self.call.softcap)
         scores = self._mask(scores, run)
@@ -58,7 +67,6 @@ class _Softmax:
         anchor = torch.where(top == -torch.inf, torch.zeros_like(top), top)
         weights = torch.exp(scores - anchor)
         keep = torch.exp(self.top - anchor)
-        values = run.values.float()
         if run.ragged:
             values = values.masked_fill((run.tokens < 0)[:, None, :, None], 0.0)
         self.total = self.total * keep + weights.sum(dim=-1, keepdim=True)
@@ -79,7 +87,7 @@ class _Softmax:
                 causal &= (token > position - view.window) | (token < view.sinks)
             seen = causal if seen is None else seen & causal
         if call.mask is not None:
-            column = (token + starts - view.offset).clamp(0, view.columns - 1)
+            column = view.columns_of(token).clamp(0, view.columns - 1)
             mask = call.mask.expand(-1, -1, self.Q, view.columns) if call.mask.shape[2] == 1 else call.mask
             heads = mask.shape[1]
             batch = max(mask.shape[0], column.shape[0])

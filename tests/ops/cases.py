@@ -69,6 +69,11 @@ CASES: dict[str, Case] = {
     "ring, five queries": Case(lengths=(90, 41), residual=20, pieces=(7, 9), queries=5),
     "ring under a window": Case(lengths=(70, 30), residual=9, window=12, pieces=(1,) * 20),
     "sinks": Case(lengths=(60, 1, 3), sinks=4, residual=8, groups=2),
+    "sinks before a window": Case(lengths=(70, 30, 14, 3), sinks=3, window=12, pieces=(1,) * 20, groups=2),
+    "sinks before a window, ring": Case(
+        lengths=(90, 30, 41), sinks=2, residual=9, window=12, pieces=(1,) * 20, queries=5
+    ),
+    "a mask before a window": Case(lengths=(70, 30), sinks=3, window=12, pieces=(1,) * 20, mask="bool", queries=2),
     "sinks without ring": Case(lengths=(60, 9), sinks=4, queries=2),
     "bool mask": Case(lengths=(50, 20), mask="bool", groups=2),
     "bool mask, five queries": Case(lengths=(50, 20), mask="bool", queries=5),

@@ -41,7 +41,17 @@ def test_decoding_equals_the_reference(fmt: str, case: str) -> None:
 
 @pytest.mark.parametrize("scratch", [1, 3000, 20000])
 @pytest.mark.parametrize(
-    "case", ["ragged", "seventeen queries", "everything", "window", "ring, five queries", "float mask"]
+    "case",
+    [
+        "ragged",
+        "seventeen queries",
+        "everything",
+        "window",
+        "sinks before a window",
+        "sinks before a window, ring",
+        "ring, five queries",
+        "float mask",
+    ],
 )
 def test_short_runs_change_nothing(case: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_kvcache.ops import runs

@@ -83,7 +83,7 @@ def make_view(spec: FormatSpec, shape: Shape, seed: int = 0) -> KVView:
             new = torch.randn(B, shape.new, H, x[side].shape[3], generator=gen) * shape.spread
             exact[f"new_{sides}"] = new.to(shape.dtype).transpose(1, 2)
     starts = longest - lengths
-    offset = 0 if shape.window is None else max(0, longest - shape.window + 1)
+    offset = 0 if shape.window is None else max(0, longest - shape.window + 1 - shape.sinks)
     return KVView(
         layout, slabs, addresses, table, starts.to(torch.int32), lengths, sealed, longest,
         columns=longest + shape.new - offset, offset=offset, window=shape.window, **exact,

@@ -50,6 +50,8 @@ def why_not(call: AttendCall) -> str | None:
     layout = view.layout
     if call.mask is not None:
         return "it has no general masks"
+    if call.absorbed:
+        return "it has no kernel for latents"
     if query.shape[2] > MAX_TOKENS:
         return f"it serves up to {MAX_TOKENS} query tokens, not {query.shape[2]}"
     if query.dtype not in QUERY_KINDS:

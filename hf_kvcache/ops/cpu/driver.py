@@ -256,10 +256,9 @@ def exact_part(p, part, row, head, last, length, sealed):
     c, n = p.call, p.plan
     k_stride, v_stride = n.exact_bytes * n.key_dim, n.exact_bytes * n.value_dim
     if part == 0:
-        first = max(int64(0), last + n.tokens - c.columns)  # those before the view's first column are not seen
-        keys = c.sink_keys + row * c.sink_row + head * c.sink_head + first * k_stride
-        values = c.sink_values + row * c.sink_value_row + head * c.sink_value_head + first * v_stride
-        return first, min(c.sink_count, length), keys, values
+        keys = c.sink_keys + row * c.sink_row + head * c.sink_head
+        values = c.sink_values + row * c.sink_value_row + head * c.sink_value_head
+        return int64(0), min(c.sink_count, length), keys, values
     if part == 3:
         end = last + n.tokens
         skipped = max(int64(0), c.new_count - end)  # left padding inside the call's own tokens

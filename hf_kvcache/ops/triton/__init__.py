@@ -15,6 +15,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def why_not(call: AttendCall) -> str | None:
     """None, or why the kernels cannot serve this call."""
+    if call.absorbed:
+        return latent_why_not(call)
     layout, device = call.view.layout, call.query.device
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"the query is on {device.type}, not on a GPU"
@@ -47,6 +49,10 @@ def why_not(call: AttendCall) -> str | None:
 
 def attend(call: AttendCall) -> torch.Tensor:
     """Attention over the view, `[B, HQ, Q, D_v]`; see `hf_kvcache.ops.api.AttendCall`."""
+    if call.absorbed:
+        from hf_kvcache.ops.triton.run import decode_latent
+
+        return decode_latent(call)
     if torch.compiler.is_compiling():
         from hf_kvcache.ops.triton import graph
 
@@ -62,6 +68,8 @@ def latent_why_not(call: AttendCall) -> str | None:
     key, value = layout.spec.key, layout.spec.value
     if call.query.device.type != "cuda" and not interpreted():
         return f"the query is on {call.query.device.type}, not on a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
     if call.query.dtype not in _DTYPES:
         return f"the query is {call.query.dtype}; accepted: float16, bfloat16, float32"
     if not layout.transposed or layout.heads != 1:
