@@ -42,6 +42,7 @@ class PagedCache(DynamicCache):
         super().__init__(config=text_config)
         self.config = config
         self.model_fingerprint = config_fingerprint(model_config)
+        self.prefill: Any = None  # a prefill with a prefix store, while it runs: `keep()` is called before each forward
         self._report: list[LayerReport] = []
         for index, _ in config.layers:
             if not -len(self.layers) <= index < len(self.layers):

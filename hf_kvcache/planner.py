@@ -81,7 +81,20 @@ def plan(
         if value < 1:
             raise ConfigError(f"{what}={value}: accepted are whole numbers from 1")
     config = resolve(name, options)
+    reason = unserved(layers, config)
+    if reason is not None:
+        raise ConfigError(f"{name}: {reason}")
     return total(kinds(layers, config, dtype), config, batch, context)
+
+
+def unserved(layers: list[LayerShape], config: CacheConfig) -> str | None:
+    """None, or why no layer of a model can have such a cache."""
+    stored = [shape for shape in layers if shape.stored]
+    if config.layout == "latent" and not any(shape.latent for shape in stored):
+        return f"the model has no latent attention (MLA): use paged_{config.spec.name}"
+    if config.window is not None and all(shape.window is not None for shape in stored):
+        return f"the model has no full attention layer to impose a window on: use paged_{config.spec.name}"
+    return None
 
 
 @dataclass(frozen=True)

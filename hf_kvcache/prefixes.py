@@ -21,14 +21,14 @@ from hf_kvcache.memory.snapshot import restore_table
 class Prefill:
     """One prefill of a fresh cache with a store: `install` before it, `keep` at every boundary of chunks."""
 
-    def __init__(self, store: PrefixStore, cache: PagedCache, tokens: np.ndarray, model: Any) -> None:
+    def __init__(self, store: PrefixStore, cache: PagedCache, tokens: np.ndarray, model: Any, attention: str) -> None:
         for layer in cache.paged_layers:
             if store.chunk % layer.spec.page_size:
                 raise ConfigError(
                     f"PrefixStore(chunk={store.chunk}) must be a multiple of page_size={layer.spec.page_size}"
                 )
         self.store, self.cache, self.tokens = store, cache, tokens
-        self.model, self.context = model, _context(cache, model)
+        self.model, self.context = model, _context(cache, model, attention)
         # Equal rows (beams) are looked up and kept once.
         _, self.first, self.row_of = np.unique(tokens, axis=0, return_index=True, return_inverse=True)
         self.row_of = self.row_of.reshape(-1)
@@ -68,11 +68,10 @@ class Prefill:
                 chain.extend([kept] if kept is not None else [])
 
 
-def _context(cache: PagedCache, model: Any) -> str:
+def _context(cache: PagedCache, model: Any, attention: str) -> str:
     """All that the bytes of a prefix depend on beside its tokens."""
     config = dataclasses.replace(cache.config, calibration=None, prefix_store=None)
     steering = tensors_fingerprint(layer.steer for layer in cache.paged_layers)
-    attention = getattr(model.config, "_attn_implementation", None)
     return f"{model_fingerprint(model)} {model.device.type} {attention} {steering} {config}"
 
 

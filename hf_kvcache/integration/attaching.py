@@ -55,6 +55,14 @@ def _decoder_config(model: torch.nn.Module) -> Any:
     return model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
 
 
+def base_attention(model: torch.nn.Module) -> str:
+    """The model's own attention implementation, also while forwards with caches of ours are running on it."""
+    config = _decoder_config(model)
+    with _LOCK:
+        switch = config.__dict__.get(_SWITCH)
+        return str(config._attn_implementation if switch is None else switch.base)
+
+
 def _wants_weights(config: Any, given: dict[str, Any]) -> bool:
     """Whether attention weights are wanted: the model's own attention on decoded keys and values gives them."""
     asked = given.get("output_attentions")
@@ -67,6 +75,8 @@ def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     cache = paged_cache(given)
     if cache is None:
         return
+    if cache.prefill is not None:
+        cache.prefill.keep()
     name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"  # type: ignore[union-attr]
     mask = given.get(name)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.generation.utils import GenerationMixin
 
-from hf_kvcache.integration.attaching import CACHE_KWARGS, paged_cache
+from hf_kvcache.integration.attaching import CACHE_KWARGS, base_attention, paged_cache
 from hf_kvcache.prefixes import Prefill
 
 _ORIGINAL = GenerationMixin._prefill
@@ -42,7 +42,7 @@ def _begin(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Prefi
         or (positions is not None and not bool((positions.to(input_ids.device) == counted).all()))
     ):
         return None
-    return Prefill(cache.config.prefix_store, cache, input_ids.cpu().numpy(), model)
+    return Prefill(cache.config.prefix_store, cache, input_ids.cpu().numpy(), model, base_attention(model))
 
 
 @functools.wraps(_ORIGINAL)
@@ -52,16 +52,11 @@ def _prefill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: An
         return _ORIGINAL(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     prefill.install()
     chunk, generation_config.prefill_chunk_size = generation_config.prefill_chunk_size, prefill.store.chunk
-
-    def between_chunks(_: Any, args: Any, given: dict[str, Any]) -> None:
-        if paged_cache(given) is prefill.cache:  # not a call of the same model in another thread
-            prefill.keep()
-
-    hook = self.register_forward_pre_hook(between_chunks, with_kwargs=True)
+    prefill.cache.prefill = prefill  # every further forward keeps the chunk before it
     try:
         out = _ORIGINAL(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        prefill.keep()
     finally:
-        hook.remove()
+        prefill.cache.prefill = None
         generation_config.prefill_chunk_size = chunk
-    prefill.keep()
     return out

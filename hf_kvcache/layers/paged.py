@@ -9,9 +9,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcache.errors import CacheUseError
-from hf_kvcache.formats import hadamard
 from hf_kvcache.formats import pages as codec
 from hf_kvcache.formats.spec import FormatSpec, PageLayout
+from hf_kvcache.layers.checks import check_states
 from hf_kvcache.layers.lazy import LazyKV
 from hf_kvcache.layers.parts import Exact, Kind, same_states
 from hf_kvcache.memory.plans import Append, Crop
@@ -125,41 +125,6 @@ class PagedLayer(CacheLayerMixin):
         self.steer = None if self.steer is None else self.steer.to(self.device)
         self.is_initialized = True
 
-    def _check(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-            raise CacheUseError(
-                f"keys {tuple(k.shape)} and values {tuple(v.shape)} must both be [batch, heads, tokens, head_dim] "
-                "and agree in all but the last"
-            )
-        if not self.is_initialized:
-            if k.dtype != v.dtype or not k.dtype.is_floating_point or k.dtype.itemsize < 2:
-                raise CacheUseError(
-                    f"keys are {k.dtype} and values {v.dtype}: accepted are float32, bfloat16 and float16, the same for both"
-                )
-            for x, spec in ((k, self.spec.key), (v, self.spec.value)):
-                if spec.rotate:
-                    hadamard.block_size(x.shape[3])
-            if self.steer is not None and self.steer.shape[:2] != (k.shape[1], k.shape[3]):
-                raise CacheUseError(
-                    f"the calibration is of {self.steer.shape[0]} heads with {self.steer.shape[1]} channels, and the keys "
-                    f"have {k.shape[1]} with {k.shape[3]}: it was made for another model"
-                )
-            return
-        assert self.layout is not None
-        if (k.dtype, v.dtype) != (self.dtypes["k"], self.dtypes["v"]):
-            raise CacheUseError(
-                f"the cache holds {self.dtypes['k']} keys and values and was given {k.dtype} / {v.dtype}: "
-                "keep one dtype for the life of a cache, or start a fresh one"
-            )
-        if k.device != self.device:
-            raise CacheUseError(f"the layer's cache is on {self.device} and was given keys on {k.device}")
-        shape = (self.layout.heads, self.layout.key_dim, self.layout.value_dim)
-        if (k.shape[1], k.shape[3], v.shape[3]) != shape:
-            raise CacheUseError(
-                f"the layer holds (heads, key dim, value dim) = {shape} and was given "
-                f"{(k.shape[1], k.shape[3], v.shape[3])}: is this cache used with another model?"
-            )
-
     # ---- update
 
     def update(
@@ -174,7 +139,7 @@ class PagedLayer(CacheLayerMixin):
         """
         if torch.compiler.is_compiling():
             return _update_outside_graph(self, key_states, value_states)
-        self._check(key_states, value_states)
+        check_states(self, key_states, value_states)
         B, _, T, _ = key_states.shape
         plan = self.kind.table.append(self.seen, T, B)
         if not self.is_initialized:

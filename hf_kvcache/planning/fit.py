@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hf_kvcache.config import cache_names, resolve
-from hf_kvcache.planner import DTYPE_BYTES, LayerShape, kinds, total
+from hf_kvcache.planner import DTYPE_BYTES, LayerShape, kinds, total, unserved
 
 MOST = 2**40  # tokens or rows: past it nothing limits them
 DYNAMIC = "dynamic"  # transformers' own cache: every number in the model's dtype, no page
@@ -45,8 +45,9 @@ class Fit:
 
 
 def fits(layers: list[LayerShape], batch: int, context: int, room: Room, dtype: str) -> list[Fit]:
-    """A row for `dynamic` and for every cache name. Raises ConfigError for an unknown dtype or size."""
-    return [_fit(name, _size(layers, name, dtype), batch, context, room) for name in (DYNAMIC, *cache_names())]
+    """A row for `dynamic` and for every cache name that such layers can have. Raises ConfigError for an unknown dtype."""
+    names = [DYNAMIC, *(name for name in cache_names() if unserved(layers, resolve(name)) is None)]
+    return [_fit(name, _size(layers, name, dtype), batch, context, room) for name in names]
 
 
 def _size(layers: list[LayerShape], name: str, dtype: str) -> Callable[[int, int], tuple[int, int]]:

@@ -39,7 +39,7 @@ FP8 = {
     "llama-3.1-70b": 80 * T * 8 * (128 + 2 + 128 + 2),
     "gemma-3-27b": (10 * T + 52 * 1024) * 16 * (128 + 2 + 128 + 2),
     "gpt-oss-20b": (12 * T + 12 * 128) * 8 * (64 + 2 + 64 + 2),
-    "deepseek-v3": 61 * T * (512 + 2 + 64 + 2),
+    "deepseek-v3": 61 * T * (512 + 2 + 64 * 2),  # latents; rope keys in 16 bits
 }
 # A page of 64 tokens: half a byte a number; keys: scale and zero for 32 tokens of a channel; values: for 32 channels of a
 # token. The 128 newest tokens are not in pages but in a ring with room for a page more, in 16 bits.
