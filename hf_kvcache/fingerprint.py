@@ -15,7 +15,11 @@ _PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "us
 
 def config_fingerprint(config: Any) -> str:
     """Of a model's config, but for what does not change its keys and values."""
-    given = {k: v for k, v in config.to_dict().items() if k not in _PASSING and "attn_implementation" not in k}
+    given = {
+        k: v
+        for k, v in config.to_dict().items()
+        if k not in _PASSING and "attn_implementation" not in k and not k.startswith("_hf_kvcache")
+    }
     return _sha(json.dumps(given, sort_keys=True, default=str))
 
 

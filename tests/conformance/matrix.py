@@ -48,17 +48,17 @@ MODES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 def run(name: str, mode: str, options: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Token ids and, where they can be compared, the logits of each step."""
-    given = {"max_new_tokens": NEW, "do_sample": False, **MODES[mode](name)}
+    net, given = tiny(name), {"max_new_tokens": NEW, "do_sample": False, **MODES[mode](name)}
     simple = mode in SIMPLE
-    torch.manual_seed(3)
-    out = tiny(name).generate(**given, **options, return_dict_in_generate=True, output_logits=simple)
+    torch.manual_seed(3)  # once the models are built
+    out = net.generate(**given, **options, return_dict_in_generate=True, output_logits=simple)
     if mode == "two turns":
-        seq2seq = tiny(name).config.is_encoder_decoder
+        seq2seq = net.config.is_encoder_decoder
         more = {} if seq2seq else {CACHE: cache_of(out)}
         ids = out.sequences if seq2seq else torch.cat((out.sequences, prompt(2, 7, seed=5)), dim=1)
         options = options if seq2seq else {}
         given = {**given, "input_ids": ids, **more}
-        out = tiny(name).generate(**given, **options, return_dict_in_generate=True, output_logits=True)
+        out = net.generate(**given, **options, return_dict_in_generate=True, output_logits=True)
     return out.sequences, list(out.logits) if simple else []
 
 
