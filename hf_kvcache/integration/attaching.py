@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ CACHE_KWARGS = ("cache", "past_key_values", "cache_params")  # what forward call
 _LOCK = threading.RLock()
 _SWITCH = "_hf_kvcache_switch"
 _HOOKS = "_hf_kvcache_hooks"
+_exchangeable: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -63,13 +66,18 @@ def base_attention(model: torch.nn.Module) -> str:
         return str(config._attn_implementation if switch is None else switch.base)
 
 
-def _wants_weights(config: Any, given: dict[str, Any]) -> bool:
-    """Whether attention weights are wanted: the model's own attention on decoded keys and values gives them."""
+def _switches(model: torch.nn.Module, config: Any, given: dict[str, Any]) -> bool:
+    """Whether a forward uses our attention. Otherwise the model's own reads decoded keys and values: where attention
+    weights are wanted, and in models that call no exchangeable attention function but go by its name themselves.
+    """
     asked = given.get("output_attentions")
-    return bool(getattr(config, "output_attentions", False) if asked is None else asked)
+    weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
+    if not weights and model not in _exchangeable:
+        homes = {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}
+        _exchangeable[model] = bool(homes) and all(hasattr(sys.modules[home], "ALL_ATTENTION_FUNCTIONS") for home in homes)
+    return not weights and _exchangeable[model]
 
 
-@torch.compiler.disable
 def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = _by_name(model, args, kwargs)
     cache = paged_cache(given)
@@ -83,7 +91,7 @@ def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
         _note_padding(cache, mask)
     note_tokens(cache, prompt_tokens(model, given))
     config = _decoder_config(model)
-    if _wants_weights(config, given):
+    if not _switches(model, config, given):
         return
     with _LOCK:
         switch = config.__dict__.get(_SWITCH)
@@ -100,7 +108,7 @@ def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
 def _after_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     given = _by_name(model, args, kwargs)
     config = _decoder_config(model)
-    if paged_cache(given) is None or _wants_weights(config, given):
+    if paged_cache(given) is None or not _switches(model, config, given):
         return
     with _LOCK:
         switch = config.__dict__.get(_SWITCH)
