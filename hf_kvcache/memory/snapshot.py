@@ -48,9 +48,9 @@ def _fits(
 ) -> bool:
     """Whether a table could have come to this: no token that a query may ask for is without a page or a place in a ring."""
     B, P = len(starts), table.page_size
-    if not len(first) == len(held) == B or not 0 <= seen < MOST_COLUMNS or not ((starts >= 0) & (starts <= seen)).all():
+    if not len(first) == len(held) == B or not 0 <= seen < MOST_COLUMNS or not ((starts >= 0) & (starts < MOST_COLUMNS)).all():
         return False
-    lengths = seen - starts
+    lengths = np.maximum(seen - starts, 0)  # a crop may end within a row's padding
     most = -(-lengths // P) if table.direct else lengths // P
     passed = 0 if table.window is None else np.maximum(lengths - table.window + 1, 0) // P
     fits = (first >= 0) & (first <= passed) & (first <= held) & (held <= most)
