@@ -26,7 +26,7 @@ def test_owners_are_first_rows_with_the_same_pages() -> None:
     assert owners.tolist() == [[0, 0], [0, 1], [0, 0], [0, 3]]
 
 
-@pytest.mark.parametrize("name", cache_names())
+@pytest.mark.parametrize("name", [name for name in cache_names() if not name.startswith("latent_")])
 def test_beams_hold_one_prompt(name: str) -> None:
     llama, ids = model("llama"), prompt(1, 640)
     generated = {}
