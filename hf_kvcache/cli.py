@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import hf_kvcache
 from hf_kvcache.config import LAYOUTS
@@ -14,6 +15,7 @@ from hf_kvcache.formats.spec import FORMATS
 from hf_kvcache.planning import advise
 from hf_kvcache.planning import command as plan
 
+COMMANDS = {"plan": plan, "advise": advise, "report": page, "calibrate": calibrate}
 EVALS = {
     "perplexity": perplexity,
     "front": front,
@@ -45,32 +47,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     listing.set_defaults(func=list_caches)
 
-    planning = commands.add_parser("plan", help=plan.ABOUT, description=plan.ABOUT, epilog=plan.EPILOG, formatter_class=raw)
-    plan.add_arguments(planning)
-    planning.set_defaults(func=plan.run)
-    advice = commands.add_parser("advise", help=advise.ABOUT, description=advise.ABOUT, epilog=advise.EPILOG, formatter_class=raw)
-    advise.add_arguments(advice)
-    advice.set_defaults(func=advise.run)
-
+    for name, module in COMMANDS.items():
+        _add(commands, name, module)
     evals = commands.add_parser(
         "eval", help="measure caches", description="Measure caches.", epilog=EPILOG, formatter_class=raw
     )
     kinds = evals.add_subparsers(required=True, metavar="WHAT")
     for name, module in EVALS.items():
-        kind = kinds.add_parser(name, help=module.ABOUT, description=module.ABOUT, epilog=module.EPILOG, formatter_class=raw)
-        module.add_arguments(kind)
-        kind.set_defaults(func=module.run)
-
-    pages = commands.add_parser("report", help=page.ABOUT, description=page.ABOUT, epilog=page.EPILOG, formatter_class=raw)
-    page.add_arguments(pages)
-    pages.set_defaults(func=page.run)
-
-    calibration = commands.add_parser(
-        "calibrate", help=calibrate.ABOUT, description=calibrate.ABOUT, epilog=calibrate.EPILOG, formatter_class=raw
-    )
-    calibrate.add_arguments(calibration)
-    calibration.set_defaults(func=calibrate.run)
+        _add(kinds, name, module)
     return parser
+
+
+def _add(commands: Any, name: str, module: Any) -> None:
+    """Add the command that a module makes up: its `ABOUT`, `EPILOG`, `add_arguments` and `run`."""
+    parser = commands.add_parser(
+        name,
+        help=module.ABOUT,
+        description=module.ABOUT,
+        epilog=module.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(func=module.run)
 
 
 def list_caches(_: argparse.Namespace) -> int:

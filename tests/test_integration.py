@@ -7,7 +7,6 @@ import gc
 import json
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import hf_kvcache
 from hf_kvcache.config import cache_names, resolve
 from hf_kvcache.errors import CacheUseError, ConfigError, ImplError, UnsupportedModelError
 from tests.grids import CACHE, CACHE_NAMES, cache_of, model, prompt
+from tests.threads import at_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -260,11 +260,7 @@ def test_threads_share_a_model() -> None:
     def work(i: int) -> None:
         got[i] = run(net, input_ids=prompt(1, 20, i), cache_implementation=names[i]).sequences
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work)
     assert [torch.equal(got[i], expected[i]) for i in range(4)] == [True] * 4
     assert net.config._attn_implementation == "sdpa"
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from hf_kvcache.evals import models, suite
 from hf_kvcache.evals.errors import EvalError
 
 if TYPE_CHECKING:
@@ -31,26 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--windows", type=int, default=4, help="how many windows (%(default)s)")
     add("--window", type=int, default=1024, help="tokens in a window (%(default)s)")
     add("--rank", type=int, default=1, help="directions of a head (%(default)s)")
-    dtypes = ("float32", "bfloat16", "float16", "auto")
-    add("--dtype", choices=dtypes, default="float32", help="of the model (%(default)s)")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+    models.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and write; 0. Raises EvalError or ConfigError when it cannot."""
     from hf_kvcache import calibration
-    from hf_kvcache.evals import models, text
+    from hf_kvcache.evals import text
     from hf_kvcache.evals.progress import progress
     from hf_kvcache.integration.calibrating import query_directions
 
     if not 1 <= options.rank <= calibration.MOST:
         raise EvalError(f"--rank is {options.rank}: accepted are 1 to {calibration.MOST}")
-    for name in ("windows", "window"):
-        if getattr(options, name) < 1:
-            raise EvalError(f"--{name} is {getattr(options, name)}, and has to be at least 1")
-    corpus = text.read_file(options.text_file) if options.text_file else text.read_dataset("train")
+    suite.at_least(options, 1, "windows", "window")
+    corpus = text.read(options.text_file, "train")
     model, tokenizer = models.load(options.model, options.dtype, options.device)
-    ids = tokenizer(corpus.content, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = text.token_ids(tokenizer, corpus.content)
     rows = text.windows(ids, options.windows, options.window, text.bos_token(tokenizer, "tokenizer"))[:, :-1]
     with progress("reading", len(rows)) as advance:
         directions = query_directions(model, _told(rows.to(model.device), advance), options.rank)

@@ -45,9 +45,9 @@ def run(options: argparse.Namespace) -> int:
 
     suite.at_least(options, 1, "prompts", "prompt", "tokens")
     options.caches = [EXACT, *(options.caches or suite.default_caches())]
-    corpus = text.read_file(options.text_file) if options.text_file else text.read_dataset()
+    corpus = text.read(options.text_file)
     session = suite.load(options)
-    ids = session.tokenizer(corpus.content, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = text.token_ids(session.tokenizer, corpus.content)
     prompts = text.windows(ids, options.prompts, options.prompt, text.bos_token(session.tokenizer, "tokenizer"))[:, :-1]
 
     def measure(session: suite.Session, spec: CacheSpec, protocol: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import shutil
@@ -76,6 +77,24 @@ def _convert(gguf: Path, folder: Path) -> None:
                 raise
     finally:
         shutil.rmtree(build, ignore_errors=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say how a model is loaded."""
+    dtypes = ("float32", "bfloat16", "float16", "auto")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the model (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+
+
+def use_threads(count: int | None) -> None:
+    """Set torch's CPU threads; None leaves them. Raises EvalError for less than one."""
+    if count is None:
+        return
+    if count < 1:
+        raise EvalError(f"--threads is {count}, and has to be at least 1")
+    import torch
+
+    torch.set_num_threads(count)
 
 
 def load(name: str, dtype: str = "float32", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
+from hf_kvcache.evals import models
 from hf_kvcache.evals.candidates import EXACT, builder, parse
 from hf_kvcache.evals.errors import EvalError
 
@@ -63,9 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="tokenizer",
         help="BOS before each window (%(default)s)",
     )
-    dtypes = ("float32", "bfloat16", "float16", "auto")
-    add("--dtype", choices=dtypes, default="float32", help="of the model (%(default)s)")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+    models.add_arguments(parser)
     add("--threads", type=int, help="CPU threads (torch's own choice)")
     add("--seed", type=int, default=0, help="of the bootstrap and the noise (%(default)s)")
     add("--out", metavar="FILE", help="append one JSON line a cache")
@@ -83,22 +82,16 @@ def run(options: argparse.Namespace) -> int:
 
 def score(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measure and append the records; a result a cache, the exact one first, and the control."""
-    from hf_kvcache.evals import models, record, text
+    from hf_kvcache.evals import record, text
     from hf_kvcache.evals.protocol import Protocol
 
     protocol = Protocol(options.windows, options.window, options.prefill, options.chunk, options.batch)
     specs = {name: parse(name) for name in [EXACT, *options.caches]}
-    if options.threads is not None:
-        import torch
-
-        if options.threads < 1:
-            raise EvalError(f"--threads is {options.threads}, and has to be at least 1")
-
-        torch.set_num_threads(options.threads)
-    corpus = text.read_file(options.text_file) if options.text_file else text.read_dataset()
+    models.use_threads(options.threads)
+    corpus = text.read(options.text_file)
     model, tokenizer = models.load(options.model, options.dtype, options.device)
     bos = text.bos_token(tokenizer, options.bos)
-    ids = tokenizer(corpus.content, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = text.token_ids(tokenizer, corpus.content)
     windows = text.windows(ids, protocol.windows, protocol.window, bos)
     shared = {
         "metric": METRIC,

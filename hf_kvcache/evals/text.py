@@ -58,12 +58,22 @@ def read_dataset(split: Literal["test", "train"] = "test") -> Text:
     return Text(f"{path} {name} {split}", _join(records))
 
 
+def read(path: str | None, split: Literal["test", "train"] = "test") -> Text:
+    """The local text at `path`, or without one a split of WikiText-2 raw. Raises EvalError."""
+    return read_file(path) if path else read_dataset(split)
+
+
 def _join(records: Iterable[str]) -> str:
     """Records that hold something, with an empty line between them."""
     kept = [record.rstrip("\n") for record in records if record.strip()]
     if not kept:
         raise EvalError("the text holds no words")
     return "\n\n".join(kept)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, content: str) -> list[int]:
+    """The ids of a text alone: no token is added to it."""
+    return list(tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def bos_token(tokenizer: PreTrainedTokenizerBase, policy: Bos) -> int | None:

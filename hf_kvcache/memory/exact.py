@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_kvcache.memory.plans import Append
-from hf_kvcache.memory.table import BlockTable
+from hf_kvcache.memory.table import BlockTable, ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +86,8 @@ def _sinks(plan: Append, count: int) -> list[tuple[int, int, int, int]]:
 
 def _tokens(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Row and number of the tokens `first[b] .. end[b]` of every row."""
-    rows = np.repeat(np.arange(len(end)), end - first)
-    return rows, np.concatenate([np.arange(lo, hi) for lo, hi in zip(first, end, strict=True)])
+    count = end - first
+    return np.repeat(np.arange(len(end)), count), ranges(first, count)
 
 
 def _run(new: tuple[np.ndarray, np.ndarray, np.ndarray], batch: int) -> tuple[int, int, int] | None:

@@ -230,7 +230,7 @@ class BlockTable:
             self.held = np.maximum(self.held, self.first)
         count = np.maximum(upto - self.held, 0)
         rows = np.repeat(np.arange(self.batch), count)
-        index = _ranges(self.held, count)
+        index = ranges(self.held, count)
         width = int(upto.max(initial=0))
         if width > self.pages.shape[1]:
             extra = np.zeros((self.batch, max(width - self.pages.shape[1], GROW)), np.int32)
@@ -275,7 +275,7 @@ class BlockTable:
     ) -> Append:
         new, P = self.lengths, self.page_size
         count = new - old
-        rows, token = np.repeat(np.arange(self.batch), count), _ranges(old, count)
+        rows, token = np.repeat(np.arange(self.batch), count), ranges(old, count)
         written = np.ones(self.pages.shape, bool)
         written[twins[0], twins[1]] = False
         stored = (token // P >= self.first[rows]) & written[rows, token // P]
@@ -370,7 +370,7 @@ class BlockTable:
             self.pool.release(self.all_pages())
 
 
-def _ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
+def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
     """`start[i], start[i] + 1, ...`, `count[i]` of them, one after the other."""
     ends = np.cumsum(count)
     out: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - count - start, count)

@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_kvcache.errors import ConfigError
-from hf_kvcache.planner import DTYPE_BYTES
 from hf_kvcache.planning import chips, command
 from hf_kvcache.planning.fit import DYNAMIC
-from hf_kvcache.planning.weights import WEIGHT_BITS
 
 ABOUT = "Which cache to use for a bottleneck, a model and a machine, and what to do when they are outgrown."
 EPILOG = """\
@@ -57,10 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bottleneck", choices=BOTTLENECKS, help="what to improve (asked for on a terminal)")
     add("--batch", type=int, help="sequences at once (asked for on a terminal)")
     add("--context", type=int, help="tokens in each, prompt and answer (asked for on a terminal)")
-    add("--weights", choices=tuple(WEIGHT_BITS), help="how they are stored (as --dtype)")
-    add("--params", metavar="N", help="weights in all, such as 70B, where the config does not tell")
-    add("--dtype", choices=tuple(DTYPE_BYTES), default="bfloat16", help="of exact keys and values (%(default)s)")
-    add("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:

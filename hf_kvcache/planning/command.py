@@ -31,14 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add("--batch", type=int, default=1, help="sequences at once (%(default)s)")
     add("--context", type=int, default=8192, help="tokens in each, prompt and answer (%(default)s)")
-    add("--weights", choices=tuple(WEIGHT_BITS), help="how they are stored (as --dtype)")
-    add("--params", metavar="N", help="weights in all, such as 70B, where the config does not tell")
-    add("--dtype", choices=tuple(DTYPE_BYTES), default="bfloat16", help="of exact keys and values (%(default)s)")
-    add("--json", action="store_true", help="print JSON")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The options that say which model and which machine."""
+    """The options that say which model and which machine, and how to tell what was found."""
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="config.json, folder or Hub id")
     add("--layers", type=int, help="instead of MODEL: attention layers")
@@ -51,6 +47,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--memory", help="of the machine, such as 80GB (10**9 bytes) or 80GiB (2**30)")
     add("--bandwidth", help="of that memory per second, such as 3350GB")
     add("--usable", type=float, default=0.9, help="share of memory for weights and cache (%(default)s)")
+    add("--weights", choices=tuple(WEIGHT_BITS), help="how they are stored (as --dtype)")
+    add("--params", metavar="N", help="weights in all, such as 70B, where the config does not tell")
+    add("--dtype", choices=tuple(DTYPE_BYTES), default="bfloat16", help="of exact keys and values (%(default)s)")
+    add("--json", action="store_true", help="print JSON")
 
 
 def model_config(options: argparse.Namespace) -> dict[str, Any]:

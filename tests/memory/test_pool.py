@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
 from hf_kvcache.errors import PagePoolError
 from hf_kvcache.memory.pool import PagePool
+from tests.threads import at_once
 
 
 def ids(*pages: int) -> np.ndarray:
@@ -96,11 +95,7 @@ def test_threads_never_get_the_same_page() -> None:
             errors.append(error)
         taken.append(mine)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work)
     assert not errors
     held = [int(page) for mine in taken for pages in mine for page in pages]
     assert len(held) == len(set(held)) == pool.live

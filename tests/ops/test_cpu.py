@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from hf_kvcache.ops import api, reference
 from hf_kvcache.ops.api import AttendCall
 from hf_kvcache.ops.view import KVView
 from tests.ops.views import Shape, make_view
+from tests.threads import at_once
 
 pytest.importorskip("numba")
 from hf_kvcache.ops.cpu import attend, attention, kernels, machine, plan, threads, why_not  # noqa: E402
@@ -196,11 +196,7 @@ def test_two_python_threads_do_not_disturb_each_other() -> None:
     def repeat(i: int) -> None:
         wrong.extend(j for j in range(200) if not torch.equal(attend(calls[i]), want[i]))
 
-    workers = [threading.Thread(target=repeat, args=(i,)) for i in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    at_once(repeat, 2)
     assert wrong == []
 
 

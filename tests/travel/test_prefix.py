@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from hf_kvcache.errors import ConfigError
 from hf_kvcache.fingerprint import model_fingerprint
 from hf_kvcache.memory.prefix import Part, PrefixStore
 from tests.grids import CACHE, cache_of, model, prompt
+from tests.threads import at_once
 
 C = 32
 KINDS = {
@@ -147,11 +147,7 @@ def test_threads() -> None:
             if any(not np.array_equal(c.tokens, row[i * 16 : i * 16 + 16]) for i, c in enumerate(chain)):
                 errors.append(chain)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work)
     assert not errors
     held = store._chunks.values()
     assert store.stats()["bytes"] == sum(c.nbytes for c in held) <= 20_000
@@ -167,11 +163,7 @@ def test_threads_that_generate_with_one_model_and_one_store() -> None:
         for _ in range(3):
             answers[i] = ask(questions[i], store, "ring").sequences
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work)
     assert all(torch.equal(answers[i], x) for i, x in enumerate(expected))
     for q, x in zip(questions, expected, strict=True):
         assert torch.equal(ask(q, store, "ring").sequences, x), "what they left behind is right"
